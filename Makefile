@@ -3,7 +3,7 @@ VENV ?= .venv
 PYTHON ?= python3
 BIN := $(VENV)/bin
 
-.PHONY: setup train test test-slow test-all gpu gpu-rehearsal check docs wheel torchft faults format clean
+.PHONY: setup train test test-slow test-all gpu gpu-rehearsal check docs wheel torchft data-peers faults format clean
 
 setup: $(VENV)/.installed
 
@@ -57,6 +57,14 @@ faults: setup
 	OMP_NUM_THREADS=1 $(BIN)/python tools/faults/saves.py
 	OMP_NUM_THREADS=1 $(BIN)/python tools/faults/campaign.py
 
+# For `paceline bench data --peers_python .data-peers/bin/python`; with this environment's torch, not one of its own.
+data-peers: setup
+	$(PYTHON) -m venv --without-pip .data-peers
+	$(BIN)/python -c "import sysconfig; print(sysconfig.get_path('purelib'))" > \
+		$$(.data-peers/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/outer.pth
+	$(BIN)/python -m pip --python .data-peers/bin/python install --quiet --no-deps webdataset==1.0.2 litdata==0.2.76 \
+		braceexpand lightning-utilities boto3 botocore s3transfer jmespath filelock tifffile
+
 # For `paceline bench resilience --sides '["paceline","torchft"]' --torchft_path .torchft`; without its own copy of torch.
 torchft: setup
 	$(BIN)/python -m pip install --quiet --target .torchft --no-deps torchft==0.2.0
@@ -67,4 +75,4 @@ format: setup
 	$(BIN)/ruff check --fix .
 
 clean:
-	rm -rf $(VENV) .torchft dist docs/_build docs/api .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) .torchft .data-peers dist docs/_build docs/api .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

@@ -51,7 +51,10 @@ class EventFields(Directive):
         from paceline.monitor import list_kinds
         from paceline.monitor.events import list_fields
 
-        meanings = ModuleAnalyzer.for_module("paceline.monitor.events").find_attr_docs()
+        modules = {cls.__module__ for cls in list_kinds().values()}
+        meanings = {
+            key: doc for name in modules for key, doc in ModuleAnalyzer.for_module(name).find_attr_docs().items()
+        }
         sections: list[nodes.Node] = []
         for kind, cls in list_kinds().items():
             section = nodes.section(ids=[kind.replace("_", "-")], names=[kind])

@@ -16,7 +16,7 @@ from paceline.launch.worker import load_run
 from paceline.monitor.events import Evaluated, Failed, RunFinished, RunStarted, StepFinished
 from paceline.monitor.log import EventLog
 from paceline.training.rehearsal import outline
-from paceline.training.run import RunFile
+from paceline.training.run_file import RunFile
 
 
 def make_line(out, arguments):

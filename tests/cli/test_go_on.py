@@ -14,7 +14,7 @@ from paceline.errors import StorageError
 from paceline.monitor.events import RunFinished, RunStarted, StepFinished
 from paceline.monitor.reader import read_log, select
 from paceline.testing import run_processes
-from paceline.training.run import RunFile
+from paceline.training.run_file import RunFile
 
 RECIPE = """
 from paceline.recipes.transformer_lm import run as base

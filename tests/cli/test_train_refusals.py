@@ -12,7 +12,7 @@ import pytest
 from paceline.checkpoint.durable import WriterLock
 from paceline.cli.main import main
 from paceline.recipes import find_recipe
-from paceline.training.run import RunFile
+from paceline.training.run_file import RunFile
 
 
 @pytest.fixture

@@ -30,8 +30,10 @@ class Damaged(Source):
                 raise BadSample(f"{index} is bad", path="a.tar", key=f"{index}.jpg", reason="truncated")
         return torch.from_numpy(indices)
 
-    def read_seeded(self, indices, seeds):
-        return {"index": self.read(indices), "seed": torch.tensor([seed >> 1 for seed in seeds])}
+    def decode(self, fetched, seeds=None):
+        if seeds is None:
+            return self.read(fetched)
+        return {"index": self.read(fetched), "seed": torch.tensor([seed >> 1 for seed in seeds])}
 
 
 @pytest.fixture(autouse=True)

@@ -258,3 +258,20 @@ def test_mnist() -> None:
     images, labels = splits.train.read(np.arange(1000))
     assert labels[:5].tolist() == [5, 0, 4, 1, 9]
     assert images.mean().item() == pytest.approx(2 * 0.1307 - 1, abs=0.01)
+
+
+def test_both_decoders_of_jpegs_agree_but_for_rounding(tmp_path: Path) -> None:
+    generator = np.random.default_rng(0)
+    for name in "ab":
+        (tmp_path / name).mkdir()
+        for number in range(3):
+            smooth = Image.fromarray(generator.integers(0, 256, (5, 5, 3), dtype=np.uint8)).resize((60, 50))
+            smooth.save(tmp_path / name / f"{number}.jpg", quality=95)
+            smooth.save(tmp_path / name / f"{number}.png")
+    both = [Images(path=tmp_path, size=24, decoder=decoder).open().train for decoder in ("pillow", "simplejpeg")]
+    first, second = (read_all(source)[0] for source in both)
+    assert (first - second).abs().max() < 0.15
+    broken = tmp_path / "a" / "0.jpg"
+    broken.write_bytes(broken.read_bytes()[:20])
+    with pytest.raises(DataError, match=r"0\.jpg must be a whole image"):
+        list(map(read_all, (both[1], Images(path=tmp_path, size=24, decoder="simplejpeg").open().held_out)))

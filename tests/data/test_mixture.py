@@ -215,11 +215,11 @@ def test_sources_that_cannot_be_joined_are_refused():
 
 def test_joined_samples_keep_their_order_and_seeds():
     class Drawn(Shard):
-        def read_seeded(self, indices, seeds):
-            return {**self.read(indices), "seed": torch.tensor(list(seeds))}
+        def decode(self, fetched, seeds=None):
+            return {**self.read(fetched), "seed": torch.tensor(list(seeds))}
 
     joined = JoinedSource([Drawn(0, 3), Drawn(1, 2)])
-    read = joined.read_seeded(np.array([4, 0, 3, 2]), [40, 0, 30, 20])
+    read = joined.decode(joined.fetch(np.array([4, 0, 3, 2])), [40, 0, 30, 20])
     assert read["source"].tolist() == [1, 0, 1, 0]
     assert read["sample"].tolist() == [1, 0, 0, 2]
     assert read["seed"].tolist() == [40, 0, 30, 20]

@@ -13,7 +13,7 @@ from paceline.cli.prepare import prepare_new
 from paceline.comm import LocalGroup
 from paceline.launch import ExitCode
 from paceline.launch.worker import work
-from paceline.training.run import RunFile
+from paceline.training.run_file import RunFile
 
 SMALL = {"model.width": 16, "model.num_layers": 1, "model.num_heads": 1, "data.sequence_length": 16, "global_batch": 2}
 

@@ -34,7 +34,7 @@ from paceline.monitor.events import Warned
 from paceline.monitor.log import EventLog
 from paceline.monitor.reader import read_log
 from paceline.recipes.transformer_lm import run as make_run
-from paceline.training.run import RunFile
+from paceline.training.run_file import RunFile
 
 
 class Processes:

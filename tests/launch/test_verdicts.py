@@ -15,7 +15,7 @@ from paceline.launch.processes import Ended
 from paceline.launch.worker import _code_of
 from paceline.monitor.events import Failed, Preempted, Record, Restarted, RunFinished, Warned, WorkersChanged
 from paceline.monitor.reader import read_log, select
-from paceline.training.run import RunFile
+from paceline.training.run_file import RunFile
 
 FROZEN = "operation 7 'control' on rank 0 must finish within 5 s, but did not: rank 1 (host a, pid 5) is dead or frozen"
 

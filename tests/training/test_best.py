@@ -176,7 +176,7 @@ def rise(output, batch):
 
 def test_a_resumed_run_that_has_ended_early_says_so(tmp_path, monkeypatch):
     from paceline.cli.prepare import prepare_resumed
-    from paceline.training.run import RunFile
+    from paceline.training.run_file import RunFile
 
     run = make_countdown(keep_best="min:distance", stop_after=2)
     train_here(run, tmp_path)

@@ -14,7 +14,7 @@ from paceline.monitor.events import Warned
 from paceline.optim import SGD
 from paceline.training import Run
 from paceline.training.initial import InitialWeights
-from paceline.training.run import RunFile
+from paceline.training.run_file import RunFile
 from plain_functions import build_deeper, build_linear, losses_of, make_points_run, parameters_of, read, train_here
 
 RECIPE = "plain_functions:make_points_run"

@@ -8,6 +8,7 @@ from paceline.benchmarks.codecs import CodecsBenchmark
 from paceline.benchmarks.collectives import CollectivesBenchmark
 from paceline.benchmarks.comparison import COMPARISONS
 from paceline.benchmarks.convergence import ConvergenceBenchmark
+from paceline.benchmarks.data import DataBenchmark
 from paceline.benchmarks.exposed import ExposedBenchmark
 from paceline.benchmarks.layouts import LayoutsBenchmark
 from paceline.benchmarks.memory import MemoryBenchmark
@@ -32,6 +33,7 @@ __all__ = [
     "CodecsBenchmark",
     "CollectivesBenchmark",
     "ConvergenceBenchmark",
+    "DataBenchmark",
     "ExposedBenchmark",
     "LayoutsBenchmark",
     "MemoryBenchmark",

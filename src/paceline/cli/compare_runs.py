@@ -22,7 +22,8 @@ from paceline.monitor.live import LiveView
 from paceline.monitor.reader import RunSummary, read_log, summarise
 from paceline.replica.coded_steps import choose_coding
 from paceline.training.rehearsal import outline
-from paceline.training.run import Run, RunFile
+from paceline.training.run import Run
+from paceline.training.run_file import RunFile
 
 _NUM_EVALUATIONS = 20
 """Points of a curve, at least: equal loss is looked for on it."""

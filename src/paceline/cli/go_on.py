@@ -9,7 +9,7 @@ from paceline.cli.overrides import apply_overrides
 from paceline.cli.prepare import absolute_recipe, find_early_end, find_last_step, make_run, write_report
 from paceline.errors import SettingsError
 from paceline.launch.worker import load_run
-from paceline.training.run import RunFile
+from paceline.training.run_file import RunFile
 
 
 def is_begun(out: Path) -> bool:

@@ -15,7 +15,7 @@ from paceline.errors import PacelineError, SettingsError
 from paceline.launch import ExitCode
 from paceline.launch.worker import load_run, work
 from paceline.monitor.live import LiveView
-from paceline.training.run import RunFile
+from paceline.training.run_file import RunFile
 
 
 def train_as_worker(

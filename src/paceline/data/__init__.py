@@ -13,6 +13,7 @@ from paceline.data.masked_text import MaskedText
 from paceline.data.mixture import Mixture, MixtureSource
 from paceline.data.order import GlobalOrder, Interval, apportion
 from paceline.data.orders import Full, SampleOrder, Sequential, Windows
+from paceline.data.packed_text import PackedText
 from paceline.data.permutation import derive_seed
 from paceline.data.step_plan import StepPlan
 from paceline.data.stream import DifferentStreamsWarning
@@ -37,6 +38,7 @@ __all__ = [
     "MaskedText",
     "Mixture",
     "MixtureSource",
+    "PackedText",
     "SampleOrder",
     "Sequential",
     "Source",

@@ -41,17 +41,18 @@ class FoundBadSample(NamedTuple):
     reason: str
 
 
-class Tolerated(NamedTuple):
-    """Samples that were read, some of which were bad."""
+class GoodSamples(NamedTuple):
+    """Samples that were read where some were bad."""
 
     data: Any
-    num_lost: int
-    """Number of samples that are not in the data."""
+    """Result of the source's `decode`."""
+    kept: list[int]
+    """Places of those that are no bad ones."""
     found: list[FoundBadSample]
 
 
-def read_samples(source: Source, indices: Indices, seeds: Sequence[int] | None, settings: BadSamples) -> Any:
-    """Return the samples at `indices`, or `Tolerated` where some are bad and may be.
+def read_good(source: Source, indices: Indices, seeds: Sequence[int] | None, *, replaces: bool) -> GoodSamples:
+    """Return the samples at `indices`, of which some are bad: these are left out, or replaced.
 
     A bad sample costs a second reading of its micro-batch, in which samples are read one by one.
 
@@ -59,35 +60,25 @@ def read_samples(source: Source, indices: Indices, seeds: Sequence[int] | None, 
         source: Source of the samples.
         indices: Indices of the samples.
         seeds: Seed of each sample's random numbers, in a process that only reads.
-        settings: Settings for bad samples.
+        replaces: Whether the next sample that can be read takes the place of each bad one.
 
     Raises:
-        BadSample: A sample is bad, and that is fatal, or no neighbour is any better.
+        BadSample: No neighbour of a bad sample is any better.
     """
-    try:
-        return _read(source, indices, seeds)
-    except BadSample:
-        if settings.action == "fatal":
-            raise
-    found, good, kept = [], [], []
+    found, good, places, kept = [], [], [], []
     for place, index in enumerate(indices.tolist()):
         bad = _try_to_read(source, index)
-        if bad is None or settings.action == "replace":
-            good.append(index if bad is None else _find_neighbour(source, bad))
+        if bad is None:
             kept.append(place)
-        if bad is not None:
+        else:
             found.append(bad)
+        if bad is None or replaces:
+            good.append(index if bad is None else _find_neighbour(source, bad))
+            places.append(place)
     if not good:  # a borrowed sample, which counts nothing
-        good, kept = [_find_neighbour(source, found[0])], [0]
-        num_lost = len(indices)
-    else:
-        num_lost = len(indices) - len(good)
-    kept_seeds = None if seeds is None else [seeds[place] for place in kept]
-    return Tolerated(_read(source, np.array(good, dtype=np.int64), kept_seeds), num_lost, found)
-
-
-def _read(source: Source, indices: Indices, seeds: Sequence[int] | None) -> Any:
-    return source.read(indices) if seeds is None else source.read_seeded(indices, seeds)
+        good, places = [_find_neighbour(source, found[0])], [0]
+    kept_seeds = None if seeds is None else [seeds[place] for place in places]
+    return GoodSamples(source.decode(source.fetch(np.array(good, dtype=np.int64)), kept_seeds), kept, found)
 
 
 def _try_to_read(source: Source, index: int) -> FoundBadSample | None:
@@ -121,16 +112,13 @@ class BadSampleCount:
         self._known: set[int] = set()
         self._new: queue.SimpleQueue[FoundBadSample] = queue.SimpleQueue()
 
-    def note(self, read: Any) -> tuple[Any, int]:
-        """Return the data of what `read_samples` returned, and the number of samples that are missing in it.
+    def note(self, found: Sequence[FoundBadSample]) -> None:
+        """Count bad samples.
 
         Raises:
             DataError: There are more bad samples than the budget.
         """
-        if not isinstance(read, Tolerated):
-            return read, 0
-        for one in read.found:
-            one = FoundBadSample(*one)  # a process returns what it was made of
+        for one in found:
             if one.sample in self._known:
                 continue
             self._known.add(one.sample)
@@ -147,7 +135,6 @@ class BadSampleCount:
                     BadSampleWarning,
                     stacklevel=2,
                 )
-        return read.data, read.num_lost
 
     def take(self) -> list[FoundBadSample]:
         """Return the bad samples that were met since the last call, each once."""

@@ -34,6 +34,12 @@ class Source(torch.utils.data.Dataset[Any]):
 
     spec: Spec = Spec()
     """Sizes for models that are built from settings."""
+    is_thread_safe: bool = False
+    """Whether several threads may read at once; else only processes do."""
+    decodes_samples: bool = False
+    """Whether `decode` returns a list of samples, which `collate` makes a batch of."""
+    stacks: bool = True
+    """Whether `collate` stacks samples, so that a batch has the same leaves as a sample."""
 
     @abstractmethod
     def __len__(self) -> int:
@@ -52,14 +58,23 @@ class Source(torch.utils.data.Dataset[Any]):
     def read(self, indices: Indices) -> Any:
         """Return the samples at `indices`, in that order: see `Batch.data`."""
 
-    def read_seeded(self, indices: Indices, seeds: Sequence[int]) -> Any:
-        """Return the samples at `indices`, in a process that only reads.
+    def fetch(self, indices: Indices) -> Any:
+        """Return what `decode` needs to read the samples at `indices`, such as the bytes of files; here the indices."""
+        return indices
+
+    def decode(self, fetched: Any, seeds: Sequence[int] | None = None) -> Any:
+        """Return the samples that were fetched: a batch, or if `decodes_samples` a list of samples.
 
         Args:
-            indices: Indices of the samples, as in `read`.
-            seeds: Seed of the global random generators for each sample; unused here, where samples do not depend on it.
+            fetched: Result of `fetch`.
+            seeds: Seed of the global random generators for each sample, in a process that only reads; unused here,
+                where samples do not depend on it.
         """
-        return self.read(indices)
+        return self.read(fetched)
+
+    def collate(self, samples: list[Any]) -> Any:
+        """Return a batch of a list of samples, if `decodes_samples`."""
+        raise NotImplementedError(f"{type(self).__name__} decodes batches")
 
     def __getitem__(self, index: int) -> Any:
         """Return one sample."""

@@ -221,7 +221,7 @@ def list_tensors(data: Any) -> list[Tensor]:
     return found
 
 
-def select(data: Any, samples: slice, num_samples: int) -> Any:
+def select(data: Any, samples: slice | list[int], num_samples: int) -> Any:
     """Return some samples of `data`, which holds `num_samples`.
 
     Raises:

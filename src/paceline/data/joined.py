@@ -1,8 +1,8 @@
 """Several sources read as one."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -13,6 +13,14 @@ from paceline.data.batch import describe, list_tensors, map_tensors
 from paceline.data.map_source import open_source
 from paceline.data.orders import Indices
 from paceline.errors import DataError
+
+
+class FetchedFrom(NamedTuple):
+    """Samples of one source, fetched, and their places among those that were asked for."""
+
+    source: Source
+    places: Indices
+    fetched: Any
 
 
 class JoinedSource(Source):
@@ -53,33 +61,39 @@ class JoinedSource(Source):
         """Number of samples of each shard of each source."""
         return list(chain.from_iterable(source.shard_sizes for source in self.sources))
 
+    @property
+    def is_thread_safe(self) -> bool:  # type: ignore[override]
+        """Whether several threads may read each of the sources at once."""
+        return all(source.is_thread_safe for source in self.sources)
+
     def read(self, indices: Indices) -> Any:
         """Return the samples at `indices`, in that order, from all sources that have some of them.
 
         Raises:
             DataError: The samples of sources differ in structure.
         """
-        return self._read(indices, lambda source, inside, _: source.read(inside))
+        return self.decode(self.fetch(indices))
 
-    def read_seeded(self, indices: Indices, seeds: Sequence[int]) -> Any:
-        """Return the samples at `indices`, each with the seed of its random numbers."""
-
-        def read(source: Source, inside: Indices, places: Indices) -> Any:
-            return source.read_seeded(inside, [seeds[place] for place in places.tolist()])
-
-        return self._read(indices, read)
-
-    def _read(self, indices: Indices, read: Callable[[Source, Indices, Indices], Any]) -> Any:
+    def fetch(self, indices: Indices) -> list[FetchedFrom]:
+        """Return what each source that has some of the samples fetches."""
         numbers = np.searchsorted(self._ends, indices, side="right")
-        parts, places = [], []
-        for number in np.unique(numbers):
-            here = np.flatnonzero(numbers == number)
-            source = self.sources[number]
-            parts.append(read(source, indices[here] - (self._ends[number] - len(source)), here))
-            places.append(here)
+        fetched = []
+        for number in np.unique(numbers).tolist():
+            places, source = np.flatnonzero(numbers == number), self.sources[number]
+            inside = indices[places] - (self._ends[number] - len(source))
+            fetched.append(FetchedFrom(source, places, source.fetch(inside)))
+        return fetched
+
+    def decode(self, fetched: list[FetchedFrom], seeds: Sequence[int] | None = None) -> Any:
+        """Return the samples that were fetched, each with the seed of its random numbers; see `read`."""
+        parts = []
+        for source, places, inside in fetched:
+            own_seeds = None if seeds is None else [seeds[place] for place in places.tolist()]
+            decoded = source.decode(inside, own_seeds)
+            parts.append(source.collate(decoded) if source.decodes_samples else decoded)
         if len(parts) == 1:
             return parts[0]
-        return _merge(parts, torch.from_numpy(np.argsort(np.concatenate(places))))
+        return _merge(parts, torch.from_numpy(np.argsort(np.concatenate([each.places for each in fetched]))))
 
 
 def _merge(parts: list[Any], order: Tensor) -> Any:

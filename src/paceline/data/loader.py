@@ -15,6 +15,7 @@ from paceline.data.map_source import CollateFn, take_apart
 from paceline.data.open_dataset import open_dataset
 from paceline.data.order import Interval
 from paceline.data.orders import SampleOrder
+from paceline.data.pipeline import READ_AHEAD_BYTES, NumProcesses, ReadSettings
 from paceline.data.read_ahead import ReadAhead
 from paceline.data.step_plan import FAR, StepPlan
 from paceline.data.stream import refuse_for_stream
@@ -49,8 +50,14 @@ class Loader(StepPlan):
         grows: Whether the data set may get more samples, which `grow` lets later epochs have.
         bad_samples: Settings for samples that cannot be read; by default the first one is an error.
         prefetch: Steps to read ahead.
-        num_processes: Number of processes that read; 0 for a background thread. In a process each sample has its own
-            random numbers, by its position: augmentation is then the same on any number of workers, and after resuming.
+        num_processes: Number of processes that read; 0 for background threads; auto for threads or processes, as many
+            as measurement in the first steps shows to be needed. In a process each sample has its own random numbers,
+            by its position: data sets that draw are then the same on any number of workers, and after resuming.
+        num_threads: Number of threads that decode, beside one that fetches, if no process reads; more than one only for
+            data that several threads may read at once.
+        read_ahead_bytes: Largest size of the batches that are read ahead; at least one step is.
+        augment: Operations on training samples, one after another: settings, names such as flip, or callables of a
+            sample. Their random numbers depend on seed, epoch, sample and operation alone.
         split: Function that returns this rank's part of a batch, if ranks of a worker have different tokens of the same
             samples; by default, as the group, the one that `paceline.parallelize` chose.
         dispatcher: Sample dispatcher of workers that run at their own pace: each step is then this worker's alone, with
@@ -84,7 +91,10 @@ class Loader(StepPlan):
         grows: bool = False,
         bad_samples: BadSamples | None = None,
         prefetch: int = 2,
-        num_processes: int = 0,
+        num_processes: NumProcesses = 0,
+        num_threads: int = 1,
+        read_ahead_bytes: int = READ_AHEAD_BYTES,
+        augment: Sequence[Any] = (),
         split: Callable[[Batch], Batch] | None = None,
         dispatcher: Dispatcher | None = None,
         changes: Sequence[tuple[int, int]] = (),
@@ -134,8 +144,8 @@ class Loader(StepPlan):
             num_virtual_workers=num_virtual_workers,
             adds_micro_batches=adds_micro_batches,
             bad_samples=bad_samples or BadSamples(),
-            prefetch=prefetch,
-            num_processes=num_processes,
+            settings=ReadSettings(prefetch, num_processes, num_threads, read_ahead_bytes),
+            augment=augment,
         )
         self._dispatcher = dispatcher
         self._reading: ReadAhead | None = None
@@ -281,9 +291,8 @@ class Loader(StepPlan):
             self._stream = self._stream.resume(self._stream.state(self.position), self.position)
         if self._reading is not None:
             self._reading.stop()  # the thread of an older iterator that is still referenced
-        mine = self._reading = ReadAhead(
-            self._reader.read(self._ledger, self._stream, self._dispatcher), self._reader.prefetch
-        )
+        steps = self._reader.read(self._ledger, self._stream, self._dispatcher, self._clock)
+        mine = self._reading = ReadAhead(steps, self._reader.settings.prefetch, self._clock)
         try:
             with mine:
                 yield from self._use(mine)

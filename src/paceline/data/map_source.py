@@ -135,6 +135,8 @@ class MapSource(Source):
         DataError: The data set has no length, or no samples under 0..len-1.
     """
 
+    decodes_samples = True
+
     def __init__(self, dataset: Dataset[Any], collate_fn: CollateFn | None = None, spec: Spec | None = None) -> None:
         name = type(dataset).__name__
         if not isinstance(dataset, Sized) or not hasattr(type(dataset), "__getitem__"):
@@ -150,6 +152,7 @@ class MapSource(Source):
             )
         self.spec = spec or Spec()
         self._dataset, self._collate_fn = dataset, collate_fn
+        self.stacks = collate_fn is None
         self._num_samples = len(dataset)
         self._read_all = getattr(dataset, "__getitems__", None)  # torch's own way to read several at once
         self._draws = False
@@ -165,23 +168,32 @@ class MapSource(Source):
         Raises:
             DataError: A sample does not exist, or see `collate`.
         """
-        places = [int(index) for index in indices]
-        samples = [self._read_one(place) for place in places] if self._read_all is None else self._read_several(places)
-        return collate(samples, self._collate_fn)
+        return self.collate(self.decode(indices))
 
-    def read_seeded(self, indices: Indices, seeds: Sequence[int]) -> Any:
-        """Return the samples, collated: each with its own random numbers, whatever samples are read with it."""
+    def decode(self, fetched: Indices, seeds: Sequence[int] | None = None) -> list[Any]:
+        """Return the samples; with seeds each has its own random numbers, whatever samples are read with it.
+
+        Raises:
+            DataError: A sample does not exist.
+        """
+        places = [int(index) for index in fetched]
+        if seeds is None:
+            return [self._read_one(place) for place in places] if self._read_all is None else self._read_several(places)
         seed_generators(seeds[0])
         if self._read_all is not None and not self._draws:
             before = capture_generators()
-            samples = self._read_several([int(index) for index in indices])
+            samples = self._read_several(places)
             self._draws = capture_generators() != before
             if not self._draws:
-                return collate(samples, self._collate_fn)
+                return samples
         samples = []
-        for index, seed in zip(indices, seeds, strict=True):
+        for place, seed in zip(places, seeds, strict=True):
             seed_generators(seed)
-            samples.append(self._read_one(int(index)))
+            samples.append(self._read_one(place))
+        return samples
+
+    def collate(self, samples: list[Any]) -> Any:
+        """Return a batch of the samples: see the function `collate`."""
         return collate(samples, self._collate_fn)
 
     def _read_several(self, places: list[int]) -> list[Any]:

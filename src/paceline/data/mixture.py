@@ -153,34 +153,42 @@ class _MixtureArrangement(Arrangement):
         self._on_end = mixture._on_end
 
     def samples_at(self, epoch: int, places: Words) -> Indices:
+        return self._look_up(epoch, places)[0]
+
+    def epochs_at(self, epoch: int, places: Words) -> Indices:
+        return self._look_up(epoch, places)[1]
+
+    def _look_up(self, epoch: int, places: Words) -> tuple[Indices, Indices]:
+        """Return the samples at some places, and of each the epoch of its source."""
         positions_B = places.astype(np.int64) + epoch * self.num_samples
         starts = np.array([stretch.start for stretch in self._stretches])
         stretches_B = np.searchsorted(starts, positions_B, side="right") - 1
         cycles_B, slots_B = np.divmod(positions_B - starts[stretches_B], self._cycle)
-        samples_B = np.empty_like(positions_B)
+        samples_B, epochs_B = np.empty_like(positions_B), np.empty_like(positions_B)
         for number, cycle in np.unique(np.stack([stretches_B, cycles_B], 1), axis=0).tolist():
             here_B = (stretches_B == number) & (cycles_B == cycle)
-            samples_B[here_B] = self._read_cycle(number, cycle, slots_B[here_B])
-        return samples_B
+            samples_B[here_B], epochs_B[here_B] = self._read_cycle(number, cycle, slots_B[here_B])
+        return samples_B, epochs_B
 
     def describe(self) -> dict[str, Any]:
         stretches = [[stretch.start, stretch.counts_K.tolist()] for stretch in self._stretches]
         sources = [one.describe() | {"num_samples": one.num_samples} for one in self._arranged]
         return {"name": Mixture.name, "cycles": stretches, "on_end": self._on_end, "sources": sources}
 
-    def _read_cycle(self, number: int, cycle: int, slots: Indices) -> Indices:
-        """Return the samples at some slots of a cycle."""
+    def _read_cycle(self, number: int, cycle: int, slots: Indices) -> tuple[Indices, Indices]:
+        """Return the samples at some slots of a cycle, and of each the epoch of its source."""
         stretch, (kinds_C, ranks_C) = self._stretches[number], self._shuffle(number, cycle)
         kinds = kinds_C[slots]
         own = stretch.used_K[kinds] + cycle * stretch.counts_K[kinds] + ranks_C[slots]
-        samples = np.empty_like(own)
+        samples, passes = np.empty_like(own), np.empty_like(own)
         for kind in np.unique(kinds):
             one = self._arranged[kind]
             epochs, places = np.divmod(own, one.num_samples)
+            passes[kinds == kind] = epochs[kinds == kind]
             for epoch in np.unique(epochs[kinds == kind]):
                 here = (kinds == kind) & (epochs == epoch)
                 samples[here] = one.samples_at(int(epoch), places[here].astype(np.uint64)) + self._offsets_K[kind]
-        return samples
+        return samples, passes
 
     def _shuffle_cycle(self, number: int, cycle: int) -> tuple[Indices, Indices]:
         """Return the source of each slot of a cycle, and how many slots before it have the same source."""

@@ -10,6 +10,7 @@ from paceline.data.first_samples import sketch_dataset
 from paceline.data.map_source import CollateFn, check_dataset, open_source
 from paceline.data.order import ENDLESS, Era, GlobalOrder, choose_tail
 from paceline.data.orders import Full, SampleOrder, Sequential
+from paceline.data.pipeline import NumProcesses
 from paceline.data.stream import Stream, refuse_for_stream
 from paceline.errors import DataError, SettingsError
 from paceline.registry import check_whole
@@ -103,7 +104,7 @@ def open_dataset(
     drop_last: bool,
     join_epochs: bool,
     num_epochs: int | None,
-    num_processes: int,
+    num_processes: NumProcesses,
     grows: bool,
     dispatcher: object,
 ) -> OpenDataset:
@@ -122,7 +123,7 @@ def open_dataset(
         refuse_for_stream(
             shuffle=bool(shuffle) or not isinstance(chosen, Sequential | None),
             drop_last=drop_last,
-            num_processes=num_processes,
+            num_processes=num_processes if num_processes != "auto" else 0,
             dispatcher=dispatcher,
         )
         endless = GlobalOrder(ENDLESS, seed, tail="join", arrangement=Sequential().arrange([ENDLESS], seed))

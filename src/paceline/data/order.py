@@ -5,12 +5,13 @@ Nothing about workers enters the order, so resuming, resizing and uneven shares 
 """
 
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
 from paceline.data.orders import Arrangement, Full, Indices
+from paceline.data.permutation import Words
 from paceline.errors import SettingsError
 
 Tail = Literal["short", "drop", "join"]
@@ -170,15 +171,25 @@ class GlobalOrder:
     def samples_at(self, interval: Interval) -> Indices:
         """Return the data set's indices of the samples at the positions of `interval`."""
         parts = [np.zeros(0, dtype=np.int64)]
+        parts += [era.arrangement.samples_at(epoch, places) for era, epoch, places in self._list_places(interval)]
+        return np.concatenate(parts)
+
+    def epochs_at(self, interval: Interval) -> Indices:
+        """Return the epoch of the sample at each position: in a mixture that of its own source."""
+        parts = [np.zeros(0, dtype=np.int64)]
+        parts += [era.arrangement.epochs_at(epoch, places) for era, epoch, places in self._list_places(interval)]
+        return np.concatenate(parts)
+
+    def _list_places(self, interval: Interval) -> Iterator[tuple[Era, int, Words]]:
+        """Yield the places of an interval in each of its epochs."""
         start = interval.start
         while start < interval.stop:
             era = self._era_at(start)
             epoch_end = era.end_of_epoch(start)
             stop = min(interval.stop, epoch_end)
             places = np.arange(start, stop, dtype=np.uint64) - np.uint64(epoch_end - era.num_samples)
-            parts.append(era.arrangement.samples_at(era.epoch_of(start), places))
+            yield era, era.epoch_of(start), places
             start = stop
-        return np.concatenate(parts)
 
     def state(self) -> dict[str, Any]:
         """Return what a checkpoint knows the order by, as JSON."""

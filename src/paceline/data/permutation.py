@@ -19,13 +19,13 @@ def permute(places: Words, size: int, key: int) -> Words:
     while len(outside):
         left, right = result[outside] >> shift, result[outside] & mask
         for round_key in keys:
-            left, right = right, left ^ (_mix(right ^ round_key) & mask)
+            left, right = right, left ^ (mix_words(right ^ round_key) & mask)
         result[outside] = (left << shift) | right
         outside = outside[result[outside] >= size]
     return result
 
 
-def _mix(words: Words) -> Words:
+def mix_words(words: Words) -> Words:
     """Return a hash of each word (the finalizer of SplitMix64, Steele 2014); products wrap."""
     words = (words ^ (words >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     words = (words ^ (words >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -37,7 +37,7 @@ def derive_seed(*numbers: int) -> int:
     state = 0
     for number in numbers:
         word = (state ^ (number & _WORD)) + 0x9E3779B97F4A7C15 & _WORD
-        word = (word ^ (word >> 30)) * 0xBF58476D1CE4E5B9 & _WORD  # as in `_mix`, faster for one word
+        word = (word ^ (word >> 30)) * 0xBF58476D1CE4E5B9 & _WORD  # as in `mix_words`, faster for one word
         word = (word ^ (word >> 27)) * 0x94D049BB133111EB & _WORD
         state = word ^ (word >> 31)
     return state

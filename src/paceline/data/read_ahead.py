@@ -10,19 +10,27 @@ from typing import Self
 from paceline.comm.progress import BETWEEN, PROGRESS
 from paceline.comm.threads import start_thread
 from paceline.data.batch import Batch
+from paceline.data.pipeline import ReadingClock
 
 
 class ReadAhead:
-    """Runs a generator in a background thread, at most `depth` items ahead; its errors are raised in order."""
+    """Runs a generator in a background thread, at most `depth` items ahead; its errors are raised in order.
 
-    def __init__(self, items: Generator[list[Batch]], depth: int) -> None:
-        self._items = items
+    Args:
+        items: Steps that are read.
+        depth: Number of steps that may be ready.
+        clock: Clock of reading.
+    """
+
+    def __init__(self, items: Generator[list[Batch]], depth: int, clock: ReadingClock) -> None:
+        self._items, self._clock = items, clock
         self._ready: queue.Queue[list[Batch] | BaseException | None] = queue.Queue(max(1, depth))
         self._stopped = threading.Event()
         self._thread: threading.Thread | None = None
 
     def __enter__(self) -> Self:
-        self._thread = start_thread(self._run, name="paceline-loader", stop=self._stopped.set)
+        self._clock.reopen()
+        self._thread = start_thread(self._run, name="paceline-loader", stop=self._ask_to_stop)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -31,6 +39,7 @@ class ReadAhead:
     def stop(self) -> None:
         """End the thread, and drop the items that it has read ahead."""
         self._stopped.set()
+        self._clock.close()
         while not self._ready.empty():
             self._ready.get_nowait()
         if self._thread is not None:
@@ -38,19 +47,29 @@ class ReadAhead:
 
     def __iter__(self) -> Iterator[list[Batch]]:
         while True:
-            PROGRESS.enter(time.monotonic(), b"data")
+            began_s = time.monotonic()
+            PROGRESS.enter(began_s, b"data")
             item = self._ready.get()
-            PROGRESS.enter(time.monotonic(), BETWEEN)
+            ended_s = time.monotonic()
+            PROGRESS.enter(ended_s, BETWEEN)
+            self._clock.wait(ended_s - began_s)
             if item is None:
                 return
             if isinstance(item, BaseException):
                 raise item
+            self._clock.take(item)
             yield item
+            self._clock.use(time.monotonic() - ended_s)
+
+    def _ask_to_stop(self) -> None:
+        self._stopped.set()
+        self._clock.close()
 
     def _run(self) -> None:
         try:
             with contextlib.closing(self._items):  # here, not whenever memory is freed: it may own processes
                 for item in self._items:
+                    self._clock.put(item)
                     if not self._put(item):
                         return
             self._put(None)

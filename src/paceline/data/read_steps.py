@@ -2,32 +2,29 @@
 
 import dataclasses
 import functools
-import itertools
 import multiprocessing
 import multiprocessing.context
 import multiprocessing.pool
 import multiprocessing.popen_fork
 import os
 import pickle
-import queue
 import signal
 import sys
 import threading
+from collections import deque
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
+from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from paceline.comm.streams import SideStream
-from paceline.data.bad_samples import BadSampleCount, BadSamples, read_samples
-from paceline.data.base import Source
-from paceline.data.batch import Batch
-from paceline.data.order import GlobalOrder, Interval
-from paceline.data.orders import Indices
-from paceline.data.permutation import derive_seed
+from paceline.data.batch import Batch, map_tensors
+from paceline.data.order import Interval
+from paceline.data.pipeline import PartReader, ReadingClock, ReadPart
 
 
 @dataclass(frozen=True)
@@ -40,14 +37,19 @@ class StepReads:
     virtual_workers: list[int] | None = None
     """Virtual worker of each micro-batch, if there are any."""
 
-    def make_batches(self, read: Sequence[Any], device: torch.device, bad: BadSampleCount | None = None) -> list[Batch]:
-        """Return its micro-batches, given what was read for each."""
-        parts = [(data, 0) if bad is None else bad.note(data) for data in read]
+    def make_batches(self, read: Sequence[ReadPart], device: torch.device) -> list[Batch]:
+        """Return its micro-batches, as they were read; what is lost does not count."""
         last = len(read) - 1
         virtual: Sequence[int | None] = self.virtual_workers or [None] * len(read)
         batches = [
-            Batch(data, max(0, count - lost), self.interval, last=number == last, virtual_worker=virtual[number])
-            for number, ((data, lost), count) in enumerate(zip(parts, self.counts, strict=True))
+            Batch(
+                part.data,
+                max(0, count - part.num_lost),
+                self.interval,
+                last=number == last,
+                virtual_worker=virtual[number],
+            )
+            for number, (part, count) in enumerate(zip(read, self.counts, strict=True))
         ]
         return batches if device.type == "cpu" else _send(batches, device)
 
@@ -55,6 +57,8 @@ class StepReads:
 def _send(batches: list[Batch], device: torch.device) -> list[Batch]:
     """Return batches on a GPU, copied on a stream of their own: they are read ahead while the model computes."""
     stream = _copy_stream(device)
+    if device.type == "cuda":  # else the host would copy to pinned memory itself, and wait
+        batches = [dataclasses.replace(one, data=map_tensors(Tensor.pin_memory, one.data)) for one in batches]
     with stream.running(None):
         sent = [batch.to(device) for batch in batches]
         arrival = stream.mark()
@@ -67,20 +71,62 @@ def _copy_stream(device: torch.device) -> SideStream:
 
 
 def read_here(
-    source: Source, order: GlobalOrder, steps: Iterator[StepReads], device: torch.device, bad: BadSampleCount
+    reader: PartReader, steps: Iterator[StepReads], device: torch.device, clock: ReadingClock
 ) -> Iterator[list[Batch]]:
-    """Yield the micro-batches of each step: see `read_in_processes`."""
-    for step in steps:
-        read = [read_samples(source, order.samples_at(part), None, bad.settings) for part in step.parts]
-        yield step.make_batches(read, device, bad)
+    """Yield the micro-batches of each step, read one after another: see `read_in_processes`."""
+    while True:
+        clock.wait_for_room()
+        step = next(steps, None)
+        if step is None:
+            return
+        yield _finish(reader, step, [reader.read(part) for part in step.parts], device, clock)
+
+
+def read_in_threads(
+    reader: PartReader, steps: Iterator[StepReads], device: torch.device, clock: ReadingClock, num_threads: int
+) -> Iterator[list[Batch]]:
+    """Yield the micro-batches of each step: one thread fetches, others decode, augment and collate.
+
+    Args:
+        reader: Reader of micro-batches.
+        steps: Steps to read; at most ``num_threads + 1`` of them at a time.
+        device: Device of the batches.
+        clock: Clock of reading, and limit of what is read ahead.
+        num_threads: Number of threads that decode.
+    """
+    reading: deque[tuple[StepReads, list[Future[ReadPart]]]] = deque()
+    with (
+        ThreadPoolExecutor(1, "paceline-fetch") as fetching,
+        ThreadPoolExecutor(num_threads, "paceline-decode") as pool,
+    ):
+
+        def begin(part: Interval) -> Future[ReadPart]:
+            fetched = fetching.submit(reader.fetch, part)
+            return pool.submit(lambda: reader.finish(fetched.result()))
+
+        try:
+            while True:
+                while len(reading) <= num_threads and (not reading or clock.has_room(len(reading))):
+                    if not reading:
+                        clock.wait_for_room()
+                    step = next(steps, None)
+                    if step is None:
+                        break
+                    reading.append((step, [begin(part) for part in step.parts]))
+                if not reading:
+                    return
+                step, futures = reading.popleft()
+                yield _finish(reader, step, [future.result() for future in futures], device, clock)
+        finally:
+            fetching.shutdown(wait=False, cancel_futures=True)
+            pool.shutdown(wait=False, cancel_futures=True)
 
 
 def read_in_processes(
-    source: Source,
-    order: GlobalOrder,
+    reader: PartReader,
     steps: Iterator[StepReads],
     device: torch.device,
-    bad: BadSampleCount,
+    clock: ReadingClock,
     num_processes: int,
     prefetch_factor: int,
 ) -> Iterator[list[Batch]]:
@@ -89,25 +135,18 @@ def read_in_processes(
     A fork has all objects of the source, including lambdas and open files, and nothing is pickled.
 
     Args:
-        source: Source of the samples.
-        order: Global order of the positions.
+        reader: Reader of micro-batches.
         steps: Steps to read.
         device: Device of the batches.
-        bad: Count of bad samples.
+        clock: Clock of reading, and limit of what is read ahead.
         num_processes: Number of processes.
         prefetch_factor: Micro-batches that each process reads ahead.
     """
-    planned: queue.SimpleQueue[StepReads] = queue.SimpleQueue()
-
-    def plan() -> Iterator[tuple[Interval, Indices]]:
-        for step in steps:
-            planned.put(step)
-            yield from ((part, order.samples_at(part)) for part in step.parts)
-
+    plan = _PlannedParts(steps, clock, num_processes * prefetch_factor)
     parts = iter(
         DataLoader(
-            _Reader(source, order.seed, bad.settings),
-            sampler=plan(),
+            _Reader(reader),
+            sampler=plan,
             generator=torch.Generator(),  # otherwise it would draw from the model's generator
             batch_size=None,
             num_workers=num_processes,
@@ -117,25 +156,76 @@ def read_in_processes(
         )
     )
     try:
-        read = map(_raise_if_error, parts)
-        for first in read:  # its step was planned before
-            step = planned.get()
-            yield step.make_batches([first, *itertools.islice(read, len(step.parts) - 1)], device, bad)
+        while True:
+            if not plan.steps:
+                clock.wait_for_room()
+            _plan_more(parts, plan)
+            if not plan.steps:
+                return
+            step = plan.steps[0]
+            read = []
+            for _ in step.parts:
+                read.append(_raise_if_error(next(parts)))
+                plan.num_read += 1
+            plan.steps.popleft()
+            yield _finish(reader, step, read, device, clock)
     finally:  # an error's traceback would keep them alive
         parts._shutdown_workers()  # type: ignore[attr-defined]  # torch has no other name for it
 
 
+class _PlannedParts:
+    """Sampler of the next micro-batches, as long as there is room for their steps: it stops, and later goes on."""
+
+    def __init__(self, steps: Iterator[StepReads], clock: ReadingClock, most_parts: int) -> None:
+        self._source, self._clock, self._most_parts = steps, clock, most_parts
+        self._rest: deque[Interval] = deque()
+        self.steps: deque[StepReads] = deque()
+        """Steps that are being read."""
+        self.num_planned = self.num_read = 0
+
+    def __iter__(self) -> "_PlannedParts":
+        return self
+
+    def __next__(self) -> Interval:
+        if self.num_planned - self.num_read >= self._most_parts:
+            raise StopIteration
+        if not self._rest:
+            if self.steps and not self._clock.has_room(len(self.steps)):
+                raise StopIteration
+            step = next(self._source)
+            self.steps.append(step)
+            self._rest.extend(step.parts)
+        self.num_planned += 1
+        return self._rest.popleft()
+
+
+def _plan_more(parts: Any, plan: _PlannedParts) -> None:
+    """Give processes as many micro-batches as there is room for."""
+    before = -1
+    while before != plan.num_planned and parts._tasks_outstanding < parts._prefetch_factor * parts._num_workers:
+        before = plan.num_planned
+        parts._try_put_index()
+
+
+def _finish(
+    reader: PartReader, step: StepReads, read: list[ReadPart], device: torch.device, clock: ReadingClock
+) -> list[Batch]:
+    for part in read:
+        clock.add(part.times)
+        reader.bad_samples.note(part.found)
+    with clock.timing("collate"):
+        return step.make_batches(read, device)
+
+
 class _Reader(Dataset[Any]):
-    """A source whose keys are batches of positions and indices, as a loader process reads them."""
+    """Micro-batches under their positions, as a loader process reads them."""
 
-    def __init__(self, source: Source, seed: int, bad_samples: BadSamples) -> None:
-        self._source, self._seed, self._bad_samples = source, seed, bad_samples
+    def __init__(self, reader: PartReader) -> None:
+        self._reader = reader
 
-    def __getitem__(self, key: tuple[Interval, Indices]) -> Any:
-        positions, indices = key
-        seeds = [derive_seed(self._seed, position) for position in range(*positions)]
+    def __getitem__(self, part: Interval) -> Any:
         try:
-            return read_samples(self._source, np.asarray(indices), seeds, self._bad_samples)
+            return self._reader.read(Interval(*part), seeded=True)
         except Exception as error:  # passed on unchanged; torch would put its traceback into its message
             trace = error.__traceback__
             return multiprocessing.pool.ExceptionWithTraceback(_portable(error), trace)  # type: ignore[attr-defined]

@@ -5,15 +5,16 @@ from itertools import pairwise
 from typing import Any
 
 from paceline.comm.group import Group
+from paceline.data.augment.augmenter import Augmenter
 from paceline.data.bad_samples import BadSampleCount, BadSamples, FoundBadSample
 from paceline.data.division import Batches, Ending, Shares, check_batch, find_progress
 from paceline.data.ledger import Ledger
 from paceline.data.open_dataset import OpenDataset
 from paceline.data.order import ENDLESS, Interval, apportion
+from paceline.data.pipeline import ReadingClock, ReadSettings, ReadTimes
 from paceline.data.step_reader import StepReader
 from paceline.data.virtual_workers import divide_steps
 from paceline.errors import SettingsError
-from paceline.registry import check_whole
 
 FAR = 2**40
 """A step that no training reaches."""
@@ -36,8 +37,8 @@ class StepPlan:
         num_virtual_workers: int | None,
         adds_micro_batches: bool,
         bad_samples: BadSamples,
-        prefetch: int,
-        num_processes: int,
+        settings: ReadSettings,
+        augment: Sequence[Any],
     ) -> None:
         self._dataset, self._group, self._num_workers = dataset, group, group.size
         self._shares = Shares(shares, group.size)
@@ -59,11 +60,31 @@ class StepPlan:
             self._ending,
             group,
             BadSampleCount(bad_samples),
-            check_whole("prefetch", prefetch, 0),
-            check_whole("num_processes", num_processes, 0),
+            settings,
+            self._open_augmenter(augment),
             claim_size=max(1, round(self._first_batch / group.size)),
         )
         self._ledger = Ledger()
+        self._clock = ReadingClock(settings.read_ahead_bytes)
+
+    def _open_augmenter(self, augment: Sequence[Any]) -> Augmenter | None:
+        if not augment:
+            return None
+        if self._dataset.source is None:
+            raise SettingsError(
+                f"augment must be left out for an iterable data set, whose samples have no index, but got {augment}; "
+                "augment in the data set itself, or write one with __len__ and __getitem__"
+            )
+        return Augmenter(augment, self.order, self._dataset.source.spec)
+
+    def take_read_times(self) -> ReadTimes:
+        """Return how long each stage of reading took, and the training waited for it, since this was called last."""
+        return self._clock.take_times()
+
+    @property
+    def waited_s(self) -> float:
+        """Time that the training has waited for batches, in all."""
+        return self._clock.waited_s
 
     def __str__(self) -> str:
         end = "without end" if self._ending.step is None else f"for {self._ending.step} steps"

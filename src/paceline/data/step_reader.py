@@ -8,6 +8,7 @@ import torch
 
 from paceline.comm.group import Group
 from paceline.comm.local_group import LocalGroup
+from paceline.data.augment.augmenter import Augmenter
 from paceline.data.bad_samples import BadSampleCount
 from paceline.data.batch import Batch
 from paceline.data.division import Batches, Ending, MicroBatches
@@ -16,8 +17,10 @@ from paceline.data.map_source import collate
 from paceline.data.mixing import warn_of_clumps
 from paceline.data.open_dataset import OpenDataset
 from paceline.data.order import Interval
+from paceline.data.pipeline import MAX_READERS, PartReader, ReadingClock, ReadSettings, has_fetch
 from paceline.data.randomness import watch_draws
-from paceline.data.read_steps import StepReads, read_here, read_in_processes
+from paceline.data.read_by_measurement import read_by_measurement
+from paceline.data.read_steps import StepReads, read_here, read_in_processes, read_in_threads
 from paceline.data.stream import Stream
 from paceline.data.virtual_workers import VirtualShares
 
@@ -33,8 +36,8 @@ class StepReader:
         ending: End of the data.
         group: Workers.
         bad_samples: Count of bad samples.
-        prefetch: Steps to read ahead.
-        num_processes: Number of processes that read; 0 for a background thread.
+        settings: Settings of how to read.
+        augmenter: Operations on samples; None for none.
         claim_size: Samples that a worker at its own pace claims.
     """
 
@@ -44,25 +47,32 @@ class StepReader:
     ending: Ending
     group: Group
     bad_samples: BadSampleCount
-    prefetch: int
-    num_processes: int
+    settings: ReadSettings
+    augmenter: Augmenter | None
     claim_size: int
 
     @property
     def max_steps_ahead(self) -> int:
         """Global batches that a worker may have claimed beyond its position."""
-        num_waiting = max(1, self.prefetch) + 1  # the ready ones, and the current one
-        return num_waiting + -(-self.num_processes * self._prefetch_factor // self.micro_batches.num_parts)
+        num_waiting = max(1, self.settings.prefetch) + 1  # the ready ones, and the current one
+        if self._is_auto:  # the same on all workers, whatever each of them chooses
+            return num_waiting + max(MAX_READERS, *map(self._count_steps_in_processes, range(1, MAX_READERS + 1)))
+        if self._num_processes:
+            return num_waiting + self._count_steps_in_processes(self._num_processes)
+        return num_waiting + (self.settings.num_threads if self._has_stages else 0)
 
-    def read(self, ledger: Ledger, stream: Stream | None, dispatcher: Dispatcher | None) -> Generator[list[Batch]]:
+    def read(
+        self, ledger: Ledger, stream: Stream | None, dispatcher: Dispatcher | None, clock: ReadingClock
+    ) -> Generator[list[Batch]]:
         """Yield the micro-batches of each step.
 
         Args:
             ledger: Ledger of the positions, from which steps are claimed.
             stream: Samples of an iterable data set, if it is one.
             dispatcher: Dispatcher of positions, if workers run at their own pace.
+            clock: Clock of reading, and limit of what is read ahead.
         """
-        yield from self._warn_of_clumps(self._read(ledger, stream, dispatcher))
+        yield from self._warn_of_clumps(self._read(ledger, stream, dispatcher, clock))
 
     def _warn_of_clumps(self, steps: Iterator[list[Batch]]) -> Iterator[list[Batch]]:
         """Yield `steps`, and judge after the first, for which the training waits, whether the order mixes well."""
@@ -71,34 +81,66 @@ class StepReader:
             warn_of_clumps(self.dataset.source, self.dataset.chosen, self.dataset.order.seed, self.batches.first)
         yield from steps
 
-    def _read(self, ledger: Ledger, stream: Stream | None, dispatcher: Dispatcher | None) -> Iterator[list[Batch]]:
-        plan = self._plan(ledger, dispatcher)
-        source, order, device = self.dataset.source, self.dataset.order, self.group.device
-        if self.num_processes > 0:
-            assert source is not None
-            yield from read_in_processes(
-                source, order, plan, device, self.bad_samples, self.num_processes, self._prefetch_factor
-            )
-            return
+    def _read(
+        self, ledger: Ledger, stream: Stream | None, dispatcher: Dispatcher | None, clock: ReadingClock
+    ) -> Iterator[list[Batch]]:
+        device, clock.num_readers, clock.is_processes = self.group.device, 1, False
         if stream is not None:
-            steps, advice = (
-                self._read_stream(ledger, stream, device),
-                "let it draw from a generator that set_epoch seeds",
+            advice = "let it draw from a generator that set_epoch seeds"
+            yield from self._watch(self._read_stream(ledger, stream, device, clock), advice)
+            return
+        assert self.dataset.source is not None
+        reader = PartReader(self.dataset.source, self.dataset.order, self.bad_samples, self.augmenter)
+        plan = self._plan(ledger, dispatcher)
+        advice = "give num_processes=1 (num_data_processes of a run), where each sample has its own random numbers"
+        if self._is_auto:
+            yield from read_by_measurement(
+                reader, plan, device, clock, self._prefetch_factor, shares_generators=self._is_threaded
             )
+        elif self._num_processes:
+            clock.num_readers, clock.is_processes = self._num_processes, True
+            factor = self._prefetch_factor(self._num_processes)
+            yield from read_in_processes(reader, plan, device, clock, self._num_processes, factor)
+        elif self._has_stages:
+            clock.num_readers = self.settings.num_threads
+            steps = read_in_threads(reader, plan, device, clock, self.settings.num_threads)
+            yield from self._watch(steps, advice)
         else:
-            assert source is not None
-            steps = read_here(source, order, plan, device, self.bad_samples)
-            advice = "give num_processes=1 (num_data_processes of a run), where each sample has its own random numbers"
-        if isinstance(self.group, LocalGroup) and self.group.size > 1:  # threads, which draw from one generator
-            yield from steps
-        else:
-            refuses = isinstance(self.micro_batches, VirtualShares)
-            yield from watch_draws(steps, self.dataset.name, advice, refuses=refuses)
+            yield from self._watch(read_here(reader, plan, device, clock), advice)
+
+    def _watch(self, steps: Iterator[list[Batch]], advice: str) -> Iterator[list[Batch]]:
+        if self._is_threaded:  # workers that draw from one generator
+            return steps
+        refuses = isinstance(self.micro_batches, VirtualShares)
+        return watch_draws(steps, self.dataset.name, advice, refuses=refuses)
 
     @property
-    def _prefetch_factor(self) -> int:
-        """Micro-batches that each loader process reads ahead."""
-        return max(1, self.prefetch * self.micro_batches.num_parts // max(1, self.num_processes))
+    def _is_threaded(self) -> bool:
+        return isinstance(self.group, LocalGroup) and self.group.size > 1
+
+    @property
+    def _has_stages(self) -> bool:
+        """Whether threads read, if no process does: one that fetches, and others that decode."""
+        source = self.dataset.source
+        return source is not None and (self.settings.num_threads > 1 or has_fetch(source))
+
+    @property
+    def _is_auto(self) -> bool:
+        return self.settings.num_processes == "auto" and self.dataset.source is not None
+
+    @property
+    def _num_processes(self) -> int:
+        """Number of processes; one at least where augmentation may draw from the global generators."""
+        asked = self.settings.num_processes if self.settings.num_processes != "auto" else 0
+        return max(asked, int(self.augmenter is not None and self.augmenter.draws_globally))
+
+    def _count_steps_in_processes(self, num_processes: int) -> int:
+        """Return the steps that processes may read at a time."""
+        return -(-num_processes * self._prefetch_factor(num_processes) // self.micro_batches.num_parts)
+
+    def _prefetch_factor(self, num_processes: int) -> int:
+        """Return the micro-batches that each loader process reads ahead."""
+        return max(1, self.settings.prefetch * self.micro_batches.num_parts // max(1, num_processes))
 
     def _plan(self, ledger: Ledger, dispatcher: Dispatcher | None) -> Iterator[StepReads]:
         last = self.ending.position
@@ -110,11 +152,17 @@ class StepReader:
         while dispatcher is not None and (claimed := dispatcher.claim(self.claim_size)) is not None:
             yield self.micro_batches.cut(Interval(*claimed), is_all_mine=True)
 
-    def _read_stream(self, ledger: Ledger, stream: Stream, device: torch.device) -> Iterator[list[Batch]]:
+    def _read_stream(
+        self, ledger: Ledger, stream: Stream, device: torch.device, clock: ReadingClock
+    ) -> Iterator[list[Batch]]:
         while not self.ending.is_reached(start := ledger.next_claim):
-            samples = stream.take(self.batches.at(start))
+            clock.wait_for_room()
+            with clock.timing("decode"):
+                samples = stream.take(self.batches.at(start))
             if not samples:
                 return
             step = self.micro_batches.cut(ledger.claim(self.dataset.order, len(samples)))
-            read = [collate(samples[a - start : b - start], self.dataset.collate_fn) for a, b in step.parts]
-            yield step.make_batches(read, device)
+            with clock.timing("collate"):
+                read = [collate(samples[a - start : b - start], self.dataset.collate_fn) for a, b in step.parts]
+                made = step.make_batches(read, device)
+            yield made

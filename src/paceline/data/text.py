@@ -63,7 +63,7 @@ class Text(Data):
         Raises:
             DataError: The text is missing, empty, unreadable, of the wrong type, or too short for two windows.
         """
-        path = _standard_library() if self.path is None else self.path.expanduser()
+        path = standard_library() if self.path is None else self.path.expanduser()
         try:
             train, held_out = self._open_folder(path) if path.is_dir() else self._split(path, _open_file(path))
         except OSError as error:
@@ -78,7 +78,7 @@ class Text(Data):
 
     def _open_folder(self, folder: Path) -> tuple[Tokens, Tokens]:
         suffix, excluded = (".py", LEFT_OUT) if self.path is None else ("", frozenset[str]())
-        files = _limit(list(_find_texts(folder, suffix, excluded)), self.max_bytes)
+        files = limit_files(list(find_texts(folder, suffix, excluded)), self.max_bytes)
         if not files:
             raise DataError(f"{folder} must hold text files, but got none; give --data.path a folder or file of text")
         if len(files) == 1:
@@ -110,6 +110,8 @@ class Text(Data):
 
 class TokenSource(Source):
     """Windows of a row of tokens: sample i has inputs from token i T on and targets from token i T + 1 on."""
+
+    is_thread_safe = True
 
     def __init__(self, path: Path, tokens: Tokens, sequence_length: int, vocab_size: int):
         self.spec = Spec(num_classes=vocab_size, input_shape=(sequence_length,))
@@ -153,11 +155,12 @@ class _File:
     num_bytes: int
 
 
-def _standard_library() -> Path:
+def standard_library() -> Path:
+    """Return the folder of the Python standard library."""
     return Path(sysconfig.get_path("stdlib"))
 
 
-def _find_texts(folder: Path, suffix: str, excluded: frozenset[str]) -> Iterator[_File]:
+def find_texts(folder: Path, suffix: str, excluded: frozenset[str]) -> Iterator[_File]:
     """Yield the text files below `folder` in the order of their relative names' hashes, each file once."""
     paths = []
     for parent, folders, names in os.walk(folder, onerror=_raise):
@@ -187,7 +190,7 @@ def _is_text(path: Path) -> bool:
         return b"\0" not in file.read(SNIFFED_BYTES)
 
 
-def _limit(files: list[_File], max_bytes: int | None) -> list[_File]:
+def limit_files(files: list[_File], max_bytes: int | None) -> list[_File]:
     """Return the first of `files` up to `max_bytes`, the last one cut."""
     if max_bytes is None:
         return files

@@ -12,7 +12,8 @@ from paceline.data.base import Spec
 from paceline.errors import CheckpointError, SettingsError
 from paceline.launch.worker import load_run
 from paceline.training.model import ModelSize, resize
-from paceline.training.run import Run, RunFile
+from paceline.training.run import Run
+from paceline.training.run_file import RunFile
 
 
 def load_model(run: str | Path, checkpoint: str = "newest", *, averaged: bool | None = None) -> nn.Module:

@@ -38,7 +38,7 @@ from paceline.launch.exit_codes import ExitCode
 from paceline.launch.signals import StopRequest
 from paceline.launch.worker import load_run, work_for_agent
 from paceline.launch.workforce import LocalWorkforce
-from paceline.training.run import RunFile
+from paceline.training.run_file import RunFile
 
 _POLL_S, _BEAT_S = 0.05, 0.25
 _STOP_S = 15.0

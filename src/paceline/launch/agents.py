@@ -32,7 +32,7 @@ from paceline.launch.worker import load_run
 from paceline.launch.workforce import LocalWorkforce
 from paceline.monitor.events import Warned
 from paceline.monitor.log import EventLog
-from paceline.training.run import RunFile
+from paceline.training.run_file import RunFile
 
 SILENCE_S = 5.0
 """Time without a sign of life after which an agent's machine counts as lost."""

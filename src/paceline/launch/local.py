@@ -33,7 +33,7 @@ from paceline.monitor.events import Event, Failed, Preempted, Record, Restarted,
 from paceline.monitor.live import LiveView
 from paceline.monitor.log import EventLog
 from paceline.monitor.reader import read_log, select
-from paceline.training.run import RunFile
+from paceline.training.run_file import RunFile
 
 _LOST_PEERS = ("CommunicationError", "PeerTimeoutError")
 _SIZES = re.compile(r"op\.preamble\.length <= op\.nbytes\. (\d+) vs (\d+)")

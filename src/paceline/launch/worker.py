@@ -33,7 +33,8 @@ from paceline.replica.step_result import UnusedParametersWarning
 from paceline.training.log_events import log_failure
 from paceline.training.loop import serve, train
 from paceline.training.reforming import can_reform
-from paceline.training.run import Run, RunFile
+from paceline.training.run import Run
+from paceline.training.run_file import RunFile
 
 
 def load_run(file: RunFile) -> Run:

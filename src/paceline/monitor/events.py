@@ -4,6 +4,8 @@ from typing import Any
 
 from pydantic import Field
 
+from paceline.monitor.data_events import DataRead as DataRead
+from paceline.monitor.data_events import ReadersChosen as ReadersChosen
 from paceline.monitor.event import Event as Event
 from paceline.monitor.event import EventError as EventError
 from paceline.monitor.event import Float as Float
@@ -52,6 +54,8 @@ class StepFinished(Event):
     loss_scale: Float | None = None
     wire_bytes: Int | None = None
     """Bytes that this worker sent for the step; None if not counted."""
+    data_s: Float = 0.0
+    """Time that the worker waited for the step's data."""
 
 
 @event("bucket_exchanged")

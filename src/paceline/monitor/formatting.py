@@ -17,6 +17,7 @@ from paceline.monitor.events import (
     Failed,
     ModelGrown,
     Preempted,
+    ReadersChosen,
     Record,
     ReplicasHealed,
     ResourceLow,
@@ -127,6 +128,9 @@ def describe(record: Record) -> str | None:
         case BatchChanged(global_batch=batch, rate_factor=factor):
             rates = "" if factor == 1 else f", learning rates times {factor:.3g}"
             return f"step {record.step:,}: {batch:,} samples a step from here on{rates}"
+        case ReadersChosen(num_readers=count, reader=reader, reason=reason):
+            plural = "" if count == 1 else "es" if reader == "process" else "s"
+            return f"step {record.step:,}: {count} {reader}{plural} to read data, for {reason}"
         case CodecChanged(codec=codec, before=before, reason=reason):
             return f"step {record.step:,}: codec {codec} in place of {before}, {reason.partition(':')[0]}"
         case ModelGrown(num_layers=num_layers, width=width, num_parameters=parameters):

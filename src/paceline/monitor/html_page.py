@@ -13,7 +13,13 @@ from paceline.monitor.formatting import describe, duration, number, share, size,
 from paceline.monitor.html_elements import Pictures, picture, safe, section, table, tiles
 from paceline.monitor.pipeline import render_pipeline
 from paceline.monitor.reader import RunSummary
-from paceline.monitor.report_sections import render_changes, render_experts, render_memory, render_stragglers
+from paceline.monitor.report_sections import (
+    render_changes,
+    render_data,
+    render_experts,
+    render_memory,
+    render_stragglers,
+)
 
 _PAGE = """<!doctype html>
 <html lang="en">
@@ -56,6 +62,7 @@ def render_page(
         render_pipeline(summary.pipeline_steps, pipeline),
         render_memory(summary),
         render_stragglers(summary),
+        render_data(summary),
         render_experts(summary),
         render_changes(summary),
         _notices(summary, num_skipped),
@@ -108,10 +115,16 @@ def _tiles(summary: RunSummary) -> str:
         ("steps", f"{last:,}", total),
         ("samples/s", _known(summary.samples_per_s, number), overall),
         ("communication", _known(summary.communication_share, share), "of the steps' time"),
+        ("data stall", _known(summary.data_share, share), _describe_stall(summary)),
         *sent,
         ("time spent", duration(summary.elapsed_s), undone),
     ]
     return tiles(content)
+
+
+def _describe_stall(summary: RunSummary) -> str:
+    stage = summary.slowest_stage
+    return f"of the steps' time, by {stage}" if stage else "of the steps' time"
 
 
 def _count(value: int) -> str:

@@ -17,6 +17,7 @@ from paceline.monitor.events import (
     CheckpointSkipped,
     CodecChanged,
     ConsensusMeasured,
+    DataRead,
     Evaluated,
     Event,
     EventError,
@@ -139,6 +140,8 @@ class RunSummary:
     """Uses of experts that count, in order."""
     checkpoints: list[Record[CheckpointSaved]]
     skipped_checkpoints: list[Record[CheckpointSkipped]]
+    data_reads: list[Record[DataRead]]
+    """Times of reading data, of all workers."""
     restarts: list[Record[Restarted]]
     failures: list[Record[Failed]]
     preemptions: list[Record[Preempted]]
@@ -188,6 +191,20 @@ class RunSummary:
         return sum(step.event.communication_s for step in self.steps) / duration_s if duration_s > 0 else None
 
     @property
+    def data_share(self) -> float | None:
+        """Share of the steps' time spent waiting for data: the data stall."""
+        duration_s = sum(step.event.duration_s for step in self.steps)
+        return sum(step.event.data_s for step in self.steps) / duration_s if duration_s > 0 else None
+
+    @property
+    def slowest_stage(self) -> str:
+        """Stage of reading data while which training waited the most; empty if unknown."""
+        waited_s: dict[str, float] = {}
+        for event in (record.event for record in self.data_reads):
+            waited_s[event.slowest] = waited_s.get(event.slowest, 0.0) + event.waited_s
+        return max(waited_s, key=lambda stage: waited_s[stage], default="")
+
+    @property
     def wire_bytes(self) -> int | None:
         """Bytes that rank 0 has sent in total; None if no step has them."""
         sent = [step.event.wire_bytes for step in self.steps if step.event.wire_bytes is not None]
@@ -221,6 +238,7 @@ def summarise(records: Iterable[Record]) -> RunSummary:
         experts=select(counting, ExpertsUsed),
         checkpoints=select(records, CheckpointSaved),
         skipped_checkpoints=select(records, CheckpointSkipped),
+        data_reads=select(records, DataRead),
         restarts=select(records, Restarted),
         failures=select(records, Failed),
         preemptions=select(records, Preempted),

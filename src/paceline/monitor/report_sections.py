@@ -2,12 +2,14 @@
 
 from collections.abc import Iterator
 
-from paceline.monitor.events import BatchChanged, CodecChanged, Event, GradientNoiseMeasured, ModelGrown
+from paceline.monitor.events import BatchChanged, CodecChanged, DataRead, Event, GradientNoiseMeasured, ModelGrown
 from paceline.monitor.formatting import busiest_load, describe_size, describe_slow, number, share, size
 from paceline.monitor.html_elements import safe, section, table
 from paceline.monitor.reader import RunSummary
 
 _MAX_ROWS = 20
+_STAGES = ("fetch", "decode", "augment", "collate")
+"""Stages of reading data."""
 
 
 def render_memory(summary: RunSummary) -> str:
@@ -54,6 +56,31 @@ def render_stragglers(summary: RunSummary) -> str:
         parts.append(f"<p>{number_of}, to follow the speed of workers{newest}.</p>")
         parts.append(table(headings, rows, num_numeric=2))
     return section("Workers", "".join(parts)) if parts else ""
+
+
+def render_data(summary: RunSummary) -> str:
+    """Return the section on reading data, of all events of each worker; empty if none was logged."""
+    by_rank: dict[int, list[DataRead]] = {}
+    for record in summary.data_reads:
+        by_rank.setdefault(record.rank, []).append(record.event)
+    rows = []
+    for rank, events in sorted(by_rank.items()):
+        waited_s, used_s = sum(one.waited_s for one in events), sum(one.used_s for one in events)
+        num_steps = max(1, sum(one.num_steps for one in events))
+        stages_s = (sum(getattr(one, f"{stage}_s") for one in events) for stage in _STAGES)
+        last = events[-1]
+        plural = "" if last.num_readers == 1 else "es" if last.reader == "process" else "s"
+        rows.append(
+            [
+                str(rank),
+                share(waited_s / max(waited_s + used_s, 1e-9)),
+                last.slowest,
+                *(f"{1e3 * stage_s / num_steps:.3g}" for stage_s in stages_s),
+                f"{last.num_readers} {last.reader}{plural}",
+            ]
+        )
+    headings = ["rank", "stall", "slowest stage", *(f"{stage}, ms a step" for stage in _STAGES), "read by"]
+    return section("Data", table(headings, rows, num_numeric=2)) if rows else ""
 
 
 def render_experts(summary: RunSummary) -> str:

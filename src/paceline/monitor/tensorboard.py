@@ -75,6 +75,7 @@ def _step_scalars(step: StepFinished) -> dict[str, float | None]:
         "optimizer/loss_scale": step.loss_scale,
         "speed/samples_per_s": step.num_samples / step.duration_s if timed else None,
         "speed/communication_share": step.communication_s / step.duration_s if timed else None,
+        "speed/data_share": step.data_s / step.duration_s if timed else None,
         "speed/wire_bytes": step.wire_bytes,
     }
 

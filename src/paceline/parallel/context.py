@@ -28,8 +28,23 @@ class FullContext:
         """Return the position in the sequence of each token of this rank, of shape (num_tokens,)."""
         return torch.arange(num_tokens, device=device)
 
-    def attend(self, query_BHTD: Tensor, key_BHTD: Tensor, value_BHTD: Tensor, *, is_causal: bool) -> Tensor:
-        """Return the attention of this rank's tokens to all tokens; if `is_causal`, to themselves and those before."""
+    def attend(
+        self,
+        query_BHTD: Tensor,
+        key_BHTD: Tensor,
+        value_BHTD: Tensor,
+        *,
+        is_causal: bool,
+        documents_BT: Tensor | None = None,
+    ) -> Tensor:
+        """Return the attention of this rank's tokens to all tokens; if `is_causal`, to themselves and those before.
+
+        With numbers of documents, it is to tokens of the same document only.
+        """
+        if documents_BT is not None:
+            mask_B1TT = (documents_BT[:, :, None] == documents_BT[:, None, :])[:, None]
+            mask_B1TT = mask_B1TT.tril() if is_causal else mask_B1TT
+            return F.scaled_dot_product_attention(query_BHTD, key_BHTD, value_BHTD, attn_mask=mask_B1TT)
         return F.scaled_dot_product_attention(query_BHTD, key_BHTD, value_BHTD, is_causal=is_causal)
 
 
@@ -73,6 +88,7 @@ class SplitContext(FullContext):
         value_BHTD: Tensor,
         *,
         is_causal: bool,
+        documents_BT: Tensor | None = None,
         keep_BT: Tensor | None = None,
         dropout_p: float = 0.0,
         scale: float | None = None,
@@ -85,6 +101,7 @@ class SplitContext(FullContext):
             key_BHTD: Keys of this rank's tokens.
             value_BHTD: Values of this rank's tokens.
             is_causal: Whether a token sees none after it.
+            documents_BT: Number of the document of each token of this rank, which sees no other; None for one document.
             keep_BT: False for this rank's tokens that no other sees, such as padding. All ranks give it, or none does.
             dropout_p: Probability of dropping a weight.
             scale: Factor of the scores; by default the inverse root of D.
@@ -97,15 +114,21 @@ class SplitContext(FullContext):
         if keep_BT is not None:
             gathered = self._gather(keep_BT[:, None, :, None].to(key_BHTD.dtype))[..., 0] > 0
             kept_B11T = None if gathered.all() else gathered[:, :, None]
+        whole_BT = None
+        if documents_BT is not None:  # numbers of a row's documents are small
+            whole_BT = self._gather(documents_BT[:, None, :, None].float())[:, 0, :, 0]
         dropout_p = dropout_p if self._drops else 0.0
         attend = partial(F.scaled_dot_product_attention, dropout_p=dropout_p, scale=scale, enable_gqa=enable_gqa)
         if not is_causal:
-            return attend(query_BHTD, keys_BHTD, values_BHTD, attn_mask=kept_B11T)
+            return attend(query_BHTD, keys_BHTD, values_BHTD, attn_mask=_join(kept_B11T, documents_BT, whole_BT))
         queries = query_BHTD.chunk(2, dim=-2)
+        documents = (None, None) if documents_BT is None else documents_BT.chunk(2, dim=-1)
         return torch.cat(
             [
-                _attend_to_prefix(query, keys_BHTD, values_BHTD, chunk * query.shape[-2], kept_B11T, attend)
-                for query, chunk in zip(queries, self._chunks(self._place), strict=True)
+                _attend_to_prefix(
+                    query, keys_BHTD, values_BHTD, chunk * query.shape[-2], _join(kept_B11T, mine, whole_BT), attend
+                )
+                for query, mine, chunk in zip(queries, documents, self._chunks(self._place), strict=True)
             ],
             dim=-2,
         )
@@ -122,6 +145,14 @@ class SplitContext(FullContext):
         order = torch.tensor([lies_at[chunk] for chunk in range(2 * self._size)], device=chunks.device)
         whole_BHTD: Tensor = chunks.index_select(2, order).flatten(2, 3)
         return whole_BHTD
+
+
+def _join(kept_B11T: Tensor | None, mine_BT: Tensor | None, whole_BT: Tensor | None) -> Tensor | None:
+    """Return which tokens each of this rank's may see: those that are kept, of its own document; None for all."""
+    if mine_BT is None or whole_BT is None:
+        return kept_B11T
+    same_B1TT = (mine_BT[:, :, None] == whole_BT[:, None, :])[:, None]
+    return same_B1TT if kept_B11T is None else same_B1TT & kept_B11T
 
 
 def _attend_to_prefix(

@@ -18,6 +18,7 @@ from paceline.parallel.zero_redundancy import local_optimizer
 from paceline.registry import check_whole, explain
 from paceline.replica.landing import Landing, check_landing
 from paceline.replica.step_scalars import is_number
+from paceline.sync import EveryStep
 from paceline.sync.rule import Rule
 from paceline.topology.layout import Layout
 
@@ -219,3 +220,19 @@ def refuse_backward(
                 f"{name} must stay frozen, but requires_grad was set after the replica was made, so that its "
                 "gradient would not be exchanged; unfreeze first, then make a new Replica"
             )
+
+
+def check_hashing(interval: int, rule: Rule, layout: Layout, landing: Landing) -> None:
+    """Refuse a comparison of gradients that need not be equal, or are gone before they could be compared.
+
+    Args:
+        interval: Steps from one comparison to the next; 0 for none.
+        rule: Synchronisation rule.
+        layout: Layout of the model.
+        landing: Moment at which gradients are applied.
+    """
+    if interval and not (isinstance(rule, EveryStep) and layout.is_plain and landing == "update"):
+        raise ValueError(
+            f"gradient_hash_interval must be 0 with sync {rule.name}, landing {landing} and {layout}, but "
+            f"got {interval}; take sync every_step with landing update, or leave it out"
+        )

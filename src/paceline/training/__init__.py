@@ -8,7 +8,8 @@ from paceline.training.loop import train
 from paceline.training.metrics import Metrics
 from paceline.training.model import FunctionModel, Model
 from paceline.training.objective import Classification, FunctionLoss, MaskedLM, NextToken, Objective
-from paceline.training.run import Run, RunFile
+from paceline.training.run import Run
+from paceline.training.run_file import RunFile
 from paceline.training.session import TrainingView
 
 __all__ = [

@@ -12,9 +12,11 @@ from paceline.monitor.events import (
     CheckpointSaved,
     CodecChanged,
     ConsensusMeasured,
+    DataRead,
     Event,
     ExpertsUsed,
     Failed,
+    ReadersChosen,
     StalenessMeasured,
     StepFinished,
     StepTimed,
@@ -64,8 +66,10 @@ def log_step(session: Session, result: StepResult, num_samples: int) -> None:
             position=session.loader.position,
             loss_scale=session.replica.loss_scale,
             wire_bytes=result.wire_bytes,
+            data_s=session.take_data_wait(),
         )
     )
+    log_reading(session)
     if session.resources is not None:
         for low in session.resources.look(session.checkpoint_bytes):
             session.training.log.write(low, step=session.training.step)
@@ -88,6 +92,35 @@ def log_step(session: Session, result: StepResult, num_samples: int) -> None:
     is_due = training.step - training.delays_step >= max(1, training.num_steps // _NUM_DELAYS)
     if is_due and session.replica.sync.is_asynchronous:
         log_delays(session)
+
+
+def log_reading(session: Session) -> None:
+    """Log the times of reading data, on each worker, if they are due; and what was chosen to read it."""
+    training, loader = session.training, session.loader
+    interval = training.run.timeline_interval
+    is_due = interval > 0 and (training.step % interval == 0 or training.step == training.num_steps)
+    if not is_due:
+        return
+    times = loader.take_read_times()
+    reader = "process" if times.is_processes else "thread"
+    if times.choice:
+        chosen = ReadersChosen(num_readers=times.num_readers, reader=reader, reason=times.choice)
+        training.log.write(chosen, step=training.step)
+    read = DataRead(
+        fetch_s=times.busy_s["fetch"],
+        decode_s=times.busy_s["decode"],
+        augment_s=times.busy_s["augment"],
+        collate_s=times.busy_s["collate"],
+        waited_s=times.waited_s,
+        used_s=times.used_s,
+        slowest=times.slowest,
+        num_steps=times.num_steps,
+        num_samples=times.num_samples,
+        num_bytes=times.num_bytes,
+        num_readers=times.num_readers,
+        reader=reader,
+    )
+    training.log.write(read, step=training.step)
 
 
 def log_delays(session: Session) -> None:

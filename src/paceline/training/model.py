@@ -1,7 +1,7 @@
 """The model of a run: settings that build a module once the data is known."""
 
 from abc import abstractmethod
-from typing import NamedTuple, Self
+from typing import ClassVar, NamedTuple, Self
 
 from torch import nn
 
@@ -9,6 +9,7 @@ from paceline.data.base import Spec
 from paceline.errors import SettingsError
 from paceline.functions import Function
 from paceline.registry import Family, register
+from paceline.topology.layout import Layout
 
 
 class LayerStack(NamedTuple):
@@ -41,6 +42,8 @@ class Model(Family):
     """Settings of a model. In a `Run`, a plain module-level function that returns a module will do instead."""
 
     family = "model"
+    takes_documents: ClassVar[bool] = False
+    """Whether its module keeps documents that share a row apart: see data packed_text."""
 
     @abstractmethod
     def build(self, spec: Spec) -> nn.Module:
@@ -94,3 +97,17 @@ class FunctionModel(Function, Model):
                 "has none; return a module with some to train"
             )
         return module
+
+
+def check_documents(model: Model, layout: Layout) -> None:
+    """Refuse a model, or a layout, in which documents that share a row would see each other."""
+    if not model.takes_documents and model.name != "function":
+        raise ValueError(
+            f"the model must keep documents of a row apart for data packed_text, but {model.name} does not; take "
+            "transformer_lm, a function whose module takes (tokens, documents, positions), or data text"
+        )
+    if layout.pipeline > 1:
+        raise ValueError(
+            f"layout must have no pipeline with data packed_text, whose documents only the first stage would know, but "
+            f"got {layout}; take data text, or other axes"
+        )

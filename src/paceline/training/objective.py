@@ -164,8 +164,10 @@ class NextToken(Objective):
         if not self.sample_tokens or held_out.spec.num_classes != NUM_BYTES:
             return None
         device = next(module.parameters()).device
-        context_length = held_out[0][0].shape[-1]
-        tokens = held_out[0][0][None, : max(1, context_length // 4)].to(device)
+        inputs = held_out[0][0]
+        start = inputs[0] if isinstance(inputs, tuple) else inputs  # packed rows have more inputs than tokens
+        context_length = start.shape[-1]
+        tokens = start[None, : max(1, context_length // 4)].to(device)
         generator = torch.Generator(device).manual_seed(0)
         prompt_length = tokens.shape[1]
         training = module.training
@@ -222,7 +224,8 @@ class MaskedLM(Objective):
 class Classification(Objective):
     """Cross entropy of the class, a mean over samples.
 
-    Targets are x_B, or the ``labels`` of a mapping; the model's output is logits x_BC, or an object with ``logits``.
+    Targets are x_B, or probabilities x_BC of mixed samples, or the ``labels`` of a mapping; the model's output is
+    logits x_BC, or an object with ``logits``.
     """
 
     label_smoothing: float = 0.0
@@ -233,7 +236,8 @@ class Classification(Objective):
         logits = _logits(call(model, batch.inputs))
         mean = F.cross_entropy(logits, batch.targets, label_smoothing=self.label_smoothing)
         counts = min(batch.num_samples, 1)  # a borrowed sample does not count
-        correct = (logits.detach().argmax(-1) == batch.targets).sum() * counts
+        labels = batch.targets.argmax(-1) if batch.targets.is_floating_point() else batch.targets
+        correct = (logits.detach().argmax(-1) == labels).sum() * counts
         return Loss(mean, batch.num_samples, {"accuracy": correct})
 
 

@@ -1,29 +1,27 @@
 """A run: one complete configuration of a training."""
 
-import json
-import os
-import shutil
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, ModelWrapValidatorHandler, ValidationError, field_validator, model_validator
+from pydantic import Field, ModelWrapValidatorHandler, field_validator, model_validator
 
 from paceline.comm.join import DEFAULT_TIMEOUT_S
 from paceline.compression.codec import Codec
-from paceline.data import BadSamples, Full, FunctionData, GlobalOrder, IterableSource, SampleOrder
+from paceline.data import BadSamples, Full, FunctionData, GlobalOrder, IterableSource, PackedText, SampleOrder
+from paceline.data.augment import Augmentation
 from paceline.data.base import Data, Splits
 from paceline.data.datasets import Collate
 from paceline.data.order import choose_tail
-from paceline.errors import SettingsError, storing
+from paceline.data.pipeline import READ_AHEAD_BYTES
+from paceline.errors import SettingsError
 from paceline.functions import Function
 from paceline.memory import Memory
 from paceline.optim import AdamW, FunctionOptimizer, Optimizer
 from paceline.parallel.batch_norm import BatchNormScope, check_batch_norm
 from paceline.parallel.parallelize import check_sharding
 from paceline.parallel.pipeline.settings import PipelineSettings
-from paceline.registry import Settings, explain
-from paceline.replica.checks import Precision, check_layout
+from paceline.registry import Settings
+from paceline.replica.checks import Precision, check_hashing, check_layout
 from paceline.replica.landing import Landing, check_landing
 from paceline.replica.virtual_workers import check_virtual_workers
 from paceline.schedules import BatchPolicy, BatchSchedule, Constant, ConstantBatch, Cosine, FixedBatch, LearningRate
@@ -36,7 +34,7 @@ from paceline.training.compiling import NO_COMPILER, check_compiler_fits
 from paceline.training.growth import Growth, check_growth
 from paceline.training.initial import InitialWeights
 from paceline.training.metrics import Metrics
-from paceline.training.model import Model
+from paceline.training.model import Model, check_documents
 from paceline.training.noise_scale import check_noise
 from paceline.training.objective import Objective, OnBatch
 from paceline.training.state_in_memory import PeerMemorySettings
@@ -162,8 +160,14 @@ class Run(Settings):
     """Steps from one logged timeline to the next; 0 for none."""
     num_threads: int | None = Field(default=None, ge=1)
     """CPU threads of each worker; by default its part of the host's cores. A different number changes rounding."""
-    num_data_processes: int = Field(default=0, ge=0)
-    """Processes with which a worker reads data; 0 for a thread."""
+    augment: tuple[Augmentation, ...] = ()
+    """Operations on training samples, one after another: names such as flip, settings, or functions of a sample."""
+    num_data_processes: Annotated[int, Field(ge=0)] | Literal["auto"] = 0
+    """Processes with which a worker reads data; 0 for threads; auto for what the first steps show to be fast enough."""
+    num_data_threads: int = Field(default=1, ge=1)
+    """Threads of a worker that decode data, if no processes do; more than one only for data that allows it."""
+    read_ahead_bytes: int = Field(default=READ_AHEAD_BYTES, ge=1)
+    """Largest size of the data that a worker reads ahead; one step is read at least."""
     timeout_s: float = Field(default=DEFAULT_TIMEOUT_S, gt=0)
     """Time that workers wait for one another before an error names the missing ones."""
     anomalies: Anomalies = Anomalies()
@@ -172,10 +176,10 @@ class Run(Settings):
     """Time without progress, while others wait for it, after which a worker counts as hanging and is given up. By
     default ten times its longest phase so far, at least 20 s (60 s for data), and 5 s if even its heartbeats stop."""
 
-    @field_validator("callbacks", mode="before")
+    @field_validator("callbacks", "augment", mode="before")
     @classmethod
-    def _accept_one(cls, callbacks: Any) -> Any:
-        return callbacks if isinstance(callbacks, list | tuple) else (callbacks,)
+    def _accept_one(cls, given: Any) -> Any:
+        return given if isinstance(given, list | tuple) else (given,)
 
     @field_validator("keep_best")
     @classmethod
@@ -219,8 +223,10 @@ class Run(Settings):
         )
         check_compiler_fits(self.compiler, self.pipeline if self.layout.pipeline > 1 else None)
         check_layout(self.layout, self.sync)
+        if isinstance(self.data, PackedText):
+            check_documents(self.model, self.layout)
         self.anomalies.check(self.sync, self.layout, self.landing)
-        check_hashing(self)
+        check_hashing(self.gradient_hash_interval, self.sync, self.layout, self.landing)
         check_batch_norm(self.batch_norm, self.sync, self.layout, is_noise_measured=self.noise_interval > 0)
         check_sharding(self.layout, self.sharded_codec, self.pipeline)
         for name, function in (("loss", self.loss), ("metrics", self.metrics)):
@@ -248,6 +254,9 @@ class Run(Settings):
                 f"num_steps must be given where batch_schedule changes the batch, but got num_epochs={self.num_epochs} "
                 f"with {self.batch_schedule.name}; give num_steps instead (--num_steps N --num_epochs none)"
             )
+        if self.num_data_processes and self.num_data_threads > 1:
+            found = f"{self.num_data_processes} and {self.num_data_threads}"
+            raise ValueError(f"num_data_processes or num_data_threads must be left out, but got {found}; give one")
         if self.collate_fn is not None and not isinstance(self.data, FunctionData):
             raise ValueError(
                 f"collate_fn must come with a function that returns data sets, but got data {self.data.name}, which "
@@ -426,73 +435,3 @@ class Run(Settings):
         """
         axes = self.layout.resolve(num_processes - self.sync.num_server_processes)
         return axes.size("data", "sharded", "expert")
-
-
-class RunFile(Settings):
-    """Content of ``run.json`` in a run's directory."""
-
-    recipe: str
-    """Origin of the run: a recipe's name or a function's path."""
-    num_workers: int
-    """Number of workers that the run was started with."""
-    launch: str = ""
-    """Name of the launcher's job, by which its restarted workers find the run again."""
-    run: dict[str, Any]
-    """The complete run."""
-
-    @property
-    def num_processes(self) -> int:
-        """Number of processes: all ranks of workers, and servers that have processes of their own."""
-        num_servers = Rule.model_validate(self.run["sync"]).num_server_processes
-        return self.num_workers * Layout.model_validate(self.run.get("layout", {})).ranks_of_worker + num_servers
-
-    def save(self, directory: Path) -> None:
-        """Write the file; an older one is kept beside it under a number.
-
-        Raises:
-            StorageError: The disk is full or read-only; the directory stays as it was.
-        """
-        path = directory / "run.json"
-        new, old = (directory / f".run.json.{os.getpid()}.{end}" for end in ("new", "old"))
-        with storing(path):
-            try:
-                new.write_text(self.model_dump_json(indent=2) + "\n")
-                if path.exists():
-                    shutil.copyfile(path, old)  # a copy: there is a run.json at every instant
-                    old.replace(directory / f"run-{len(self.list_older(directory)) + 1}.json")
-                new.replace(path)
-            finally:
-                for part in (new, old):
-                    part.unlink(missing_ok=True)
-
-    @staticmethod
-    def list_older(directory: Path) -> list[Path]:
-        """Return the older files that `save` has kept, the oldest first."""
-        return sorted(directory.glob("run-*.json"), key=lambda path: (len(path.name), path.name))
-
-    @classmethod
-    def load(cls, directory: Path) -> Self:
-        """Read a run's file.
-
-        Raises:
-            SettingsError: The file does not exist, or is no valid run.
-        """
-        path = directory / "run.json"
-        if not path.is_file():
-            raise SettingsError(f"a run's directory must hold run.json, but {directory} does not; check the path")
-        try:
-            return cls.model_validate(json.loads(path.read_text()))
-        except ValidationError as error:
-            raise SettingsError(f"{path} must be a run's file, but: {explain(error)}") from error
-        except ValueError as error:
-            raise SettingsError(f"{path} must be JSON, but: {error}") from error
-
-
-def check_hashing(run: Run) -> None:
-    """Refuse a comparison of gradients that need not be equal, or are gone before they could be compared."""
-    is_every_step = isinstance(run.sync, EveryStep)
-    if run.gradient_hash_interval and not (is_every_step and run.layout.is_plain and run.landing == "update"):
-        raise ValueError(
-            f"gradient_hash_interval must be 0 with sync {run.sync.name}, landing {run.landing} and {run.layout}, but "
-            f"got {run.gradient_hash_interval}; take sync every_step with landing update, or leave it out"
-        )

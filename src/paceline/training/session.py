@@ -67,6 +67,8 @@ class Session:
     checkpoint_bytes: int = 0
     """Size of the newest checkpoint; 0 before the first."""
     step_began_s: float = 0.0
+    data_waited_s: float = 0.0
+    """Time that the loader had waited for data when the last step was logged."""
     num_micro_batches: int = 0
     """Number of micro-batches done in the current step."""
     global_batch: int = 0
@@ -88,6 +90,11 @@ class Session:
     def membership(self) -> Membership:
         """State of the workers that your own loop has too, such as their agreement to stop."""
         return self.replica.membership
+
+    def take_data_wait(self) -> float:
+        """Return the time of waiting for data since this was called last."""
+        before, self.data_waited_s = self.data_waited_s, self.loader.waited_s
+        return max(0.0, self.data_waited_s - before)
 
     def log_event(self, event: Event) -> None:
         """Log an event that all workers know, once, and call the callbacks."""
@@ -378,6 +385,9 @@ def make_loader(
         num_virtual_workers=run.num_virtual_workers,
         bad_samples=run.bad_samples,
         num_processes=run.num_data_processes or splits.num_processes,
+        num_threads=run.num_data_threads,
+        read_ahead_bytes=run.read_ahead_bytes,
+        augment=run.augment,
         dispatcher=dispatcher,
         changes=schedule.plan(run.global_batch, run.count_steps(splits)),
         adds_micro_batches=schedule.adds_micro_batches,

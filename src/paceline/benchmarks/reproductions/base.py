@@ -21,7 +21,8 @@ from paceline.launch import ExitCode
 from paceline.launch.worker import work
 from paceline.monitor.reader import RunSummary, read_log, summarise
 from paceline.registry import Family
-from paceline.training.run import Run, RunFile
+from paceline.training.run import Run
+from paceline.training.run_file import RunFile
 
 
 class Reproduction(Family):

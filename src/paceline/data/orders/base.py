@@ -27,6 +27,10 @@ class Arrangement(ABC):
             places: Places in the epoch, uint64, from 0 to below `num_samples`.
         """
 
+    def epochs_at(self, epoch: int, places: Words) -> Indices:
+        """Return how often each sample at these places was used before in whole passes over its source."""
+        return np.full(len(places), epoch, dtype=np.int64)
+
     @abstractmethod
     def describe(self) -> dict[str, Any]:
         """Return what a checkpoint knows the arrangement by, as JSON, beside the number of samples and the seed."""

@@ -8,7 +8,7 @@ Shapes: B batch, T tokens, V vocabulary, W width, H heads, D dims of a head.
 """
 
 import math
-from typing import Self
+from typing import ClassVar, Self
 
 import torch
 import torch.nn.functional as F
@@ -34,6 +34,8 @@ HIDDEN_STEP = 8
 @register("transformer_lm")
 class TransformerLM(Model):
     """Settings of a decoder-only transformer over the tokens of a text."""
+
+    takes_documents: ClassVar[bool] = True
 
     width: int = Field(256, ge=2)
     """Dims of a token's vector."""
@@ -125,14 +127,25 @@ class Transformer(ContextParallelModule):
                 std = INITIAL_STD / math.sqrt(num_branches) if name.endswith(BRANCH_ENDS) else INITIAL_STD
                 nn.init.normal_(parameter, std=std)
 
-    def forward(self, tokens_BT: Tensor) -> Tensor:
-        """Return logits_BTV; those at t depend on tokens up to t only."""
+    def forward(
+        self, tokens_BT: Tensor, documents_BT: Tensor | None = None, positions_BT: Tensor | None = None
+    ) -> Tensor:
+        """Return logits_BTV; those at t depend on tokens up to t only.
+
+        Args:
+            tokens_BT: Tokens.
+            documents_BT: Number of the document of each token, where several share a row: none sees another.
+            positions_BT: Position of each token in its document; by default in its row.
+        """
         # Computed anew each time: 1/1000 of a step, and nothing to save, move between devices or outgrow.
-        position_T = self.context.positions(tokens_BT.shape[1], tokens_BT.device)
-        rotary = rotary_tables(position_T, self.head_dim, self.rotary_base)
+        if positions_BT is None:
+            position_T = self.context.positions(tokens_BT.shape[1], tokens_BT.device)
+            rotary = rotary_tables(position_T, self.head_dim, self.rotary_base)
+        else:
+            rotary = rotary_tables(positions_BT[:, None], self.head_dim, self.rotary_base)
         x_BTW = self._embed(tokens_BT)
         for layer in self.layers:
-            x_BTW = layer(x_BTW, rotary)
+            x_BTW = layer(x_BTW, rotary) if documents_BT is None else layer(x_BTW, rotary, documents_BT)
         return self._finish(x_BTW)
 
     def pipeline_layers(self) -> list[PipelineLayer]:
@@ -172,9 +185,11 @@ class DecoderLayer(nn.Module):
             )
         self.dropout = nn.Dropout(settings.dropout)
 
-    def forward(self, x_BTW: Tensor, rotary: tuple[Tensor, Tensor] | None = None) -> Tensor:
+    def forward(
+        self, x_BTW: Tensor, rotary: tuple[Tensor, Tensor] | None = None, documents_BT: Tensor | None = None
+    ) -> Tensor:
         """Return x_BTW plus the outputs of attention and MLP; missing tables are computed."""
-        x_BTW = x_BTW + self.dropout(self.attention(self.attention_norm(x_BTW), rotary))
+        x_BTW = x_BTW + self.dropout(self.attention(self.attention_norm(x_BTW), rotary, documents_BT))
         mapped_BTW: Tensor = self.dropout(self.mlp(self.mlp_norm(x_BTW)))
         return x_BTW + mapped_BTW
 
@@ -194,15 +209,20 @@ class CausalAttention(ContextParallelModule):
         self.query_key_value = nn.Linear(width, 3 * width, bias=False)
         self.project = nn.Linear(width, width, bias=False)
 
-    def forward(self, x_BTW: Tensor, rotary: tuple[Tensor, Tensor] | None = None) -> Tensor:
-        """Return the attention of each token over itself and those before it; missing tables are computed."""
+    def forward(
+        self, x_BTW: Tensor, rotary: tuple[Tensor, Tensor] | None = None, documents_BT: Tensor | None = None
+    ) -> Tensor:
+        """Return the attention of each token over itself and those before it, of its document if there are several.
+
+        Missing tables are computed.
+        """
         if rotary is None:
             position_T = self.context.positions(x_BTW.shape[1], x_BTW.device)
             rotary = rotary_tables(position_T, self.head_dim, self.rotary_base)
         heads_BTH3D = self.query_key_value(x_BTW).unflatten(-1, (-1, 3, self.head_dim))
         query_BHTD, key_BHTD, value_BHTD = heads_BTH3D.permute(3, 0, 2, 1, 4).unbind(0)
         query_BHTD, key_BHTD = rotate(query_BHTD, rotary), rotate(key_BHTD, rotary)
-        mixed_BHTD = self.context.attend(query_BHTD, key_BHTD, value_BHTD, is_causal=True)
+        mixed_BHTD = self.context.attend(query_BHTD, key_BHTD, value_BHTD, is_causal=True, documents_BT=documents_BT)
         projected_BTW: Tensor = self.project(mixed_BHTD.transpose(1, 2).flatten(-2))
         return projected_BTW
 
@@ -229,9 +249,9 @@ def count_hidden(width: int, multiple: float) -> int:
 
 
 def rotary_tables(position_T: Tensor, head_dim: int, base: float) -> tuple[Tensor, Tensor]:
-    """Return cosine and sine of each position's angles, float32, each of shape (T, D / 2)."""
+    """Return cosine and sine of each position's angles, float32, each of shape (..., T, D / 2)."""
     exponent_D = torch.arange(0, head_dim, 2, dtype=torch.float32, device=position_T.device) / head_dim
-    angle_TD = position_T.float()[:, None] * base**-exponent_D
+    angle_TD = position_T.float()[..., None] * base**-exponent_D
     return angle_TD.cos(), angle_TD.sin()
 
 

@@ -1,0 +1,45 @@
+"""The typed events of reading data."""
+
+from paceline.monitor.event import Event, Float, Int, event
+
+
+@event("data_read")
+class DataRead(Event):
+    """Times of reading data since the last such event, on the worker that wrote the event.
+
+    Times of stages are summed over the threads or processes that read, and pass while the model computes.
+    """
+
+    fetch_s: Float
+    """Time to fetch bytes, where that is a stage of its own."""
+    decode_s: Float
+    """Time to make samples of them."""
+    augment_s: Float
+    collate_s: Float
+    """Time to make batches of samples, and to begin copying them to a GPU."""
+    waited_s: Float
+    """Time that the training waited for data: the data stall."""
+    used_s: Float
+    """Time that the training had data, from getting a step's to asking for the next."""
+    slowest: str
+    """Stage that limits reading."""
+    num_steps: Int
+    """Number of steps whose data was read."""
+    num_samples: Int
+    num_bytes: Int
+    """Size of their tensors."""
+    num_readers: Int
+    """Number of threads or processes that decode."""
+    reader: str
+    """Kind of what reads: thread or process."""
+
+
+@event("readers_chosen")
+class ReadersChosen(Event):
+    """Threads or processes were chosen to read, by measurement, on the worker that wrote the event."""
+
+    num_readers: Int
+    reader: str
+    """Kind of what reads: thread or process."""
+    reason: str
+    """Numbers that they were chosen by, in words."""
