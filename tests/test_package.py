@@ -70,8 +70,8 @@ PUBLIC = {
     "SavedCheckpoint SavedState TensorBlock TensorSpec",
     "comm": "Group HostGroup LocalGroup ProgramGroup SharedMemoryGroup SharedMemoryWarning TorchGroup Work join",
     "compression": "AutoCodec BF16 Codec DGC FP16 Int8 NoCodec OneBit PowerSGD RandomK TopK",
-    "data": "Batch Data DifferentStreamsWarning FunctionData GlobalOrder Images Interval IterableSource Ledger Loader "
-    "MapSource MaskedText "
+    "data": "Batch Data DataManifest DifferentStreamsWarning FileData FileSource FunctionData GlobalOrder Images "
+    "Interval IterableSource Ledger Loader MapSource MaskedText NoIndexWarning "
     "Source Spec Splits Text apportion derive_seed",
     "parallel": "Construction ContextParallelModule Experts HasPipelineLayers Mesh MixtureOfExperts ModelShard ORDERS "
     "Pipeline PipelineLayer PipelineSettings STYLES Style TiedHead UndeferrableError balance_loss defer parallelize "

@@ -9,7 +9,7 @@ import typer
 from pydantic import ValidationError
 
 import paceline
-from paceline.cli import bench, checkpoint, compare, reproduce, simulate, verify
+from paceline.cli import bench, checkpoint, compare, data, reproduce, simulate, verify
 from paceline.cli.agent import agent
 from paceline.cli.evaluate import evaluate, find_trained
 from paceline.cli.export import export
@@ -66,6 +66,7 @@ for module, command in (
 app.command(cls=OverridesCommand.of(find_run))(memory)
 app.command()(recipes)
 app.add_typer(checkpoint.commands, name="checkpoint")
+app.add_typer(data.commands, name="data")
 
 
 def main() -> None:

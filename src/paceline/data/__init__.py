@@ -3,6 +3,9 @@
 from paceline.data.base import Data, IterableSource, Source, Spec, Splits
 from paceline.data.batch import Batch
 from paceline.data.datasets import FunctionData
+from paceline.data.formats.file_data import FileData
+from paceline.data.formats.manifest import DataManifest
+from paceline.data.formats.source import FileSource, NoIndexWarning
 from paceline.data.images import Images
 from paceline.data.loader import Loader
 from paceline.data.map_source import MapSource
@@ -14,7 +17,10 @@ from paceline.data.text import Text
 __all__ = [
     "Batch",
     "Data",
+    "DataManifest",
     "DifferentStreamsWarning",
+    "FileData",
+    "FileSource",
     "FunctionData",
     "GlobalOrder",
     "Images",
@@ -24,6 +30,7 @@ __all__ = [
     "Loader",
     "MapSource",
     "MaskedText",
+    "NoIndexWarning",
     "Source",
     "Spec",
     "Splits",

@@ -34,6 +34,11 @@ class Source(torch.utils.data.Dataset[Any]):
     spec: Spec = Spec()
     """Sizes for models that are built from settings."""
 
+    @property
+    def fingerprint(self) -> str:
+        """Identifier of the content, which all workers must have alike, and a resumed run too; empty if unknown."""
+        return ""
+
     @abstractmethod
     def __len__(self) -> int:
         """Return the number of samples."""

@@ -5,6 +5,7 @@ Shapes: B images of a batch, N of a source, C channels, H and W pixels, S pixels
 
 import gzip
 import hashlib
+import io
 import math
 import os
 import zlib
@@ -130,7 +131,7 @@ class ArrayImages(Source):
         size = self.spec.input_shape[-2:]
         if images.shape[-2:] != size and len(indices):
             images = F.interpolate(images, size, mode="bilinear", antialias=True)
-        return _normalise(images), self._arrays.labels_N[which]
+        return normalise(images), self._arrays.labels_N[which]
 
 
 class FileImages(Source):
@@ -154,12 +155,13 @@ class FileImages(Source):
         size = self.spec.input_shape[-1]
         pixels = np.empty((len(indices), size, size, 3), dtype=np.uint8)
         for row, index in enumerate(indices):
-            pixels[row] = _decode(self._paths[index], size)
+            pixels[row] = decode_image(self._paths[index], str(self._paths[index]), size)
         images = torch.from_numpy(pixels).permute(0, 3, 1, 2).contiguous().float()
-        return _normalise(images), self._labels_N[torch.from_numpy(indices)]
+        return normalise(images), self._labels_N[torch.from_numpy(indices)]
 
 
-def _normalise(images: Tensor) -> Tensor:
+def normalise(images: Tensor) -> Tensor:
+    """Return pixels from -1 to 1, of bytes as floats, which are changed."""
     return images.div_(HALF_RANGE).sub_(1)
 
 
@@ -217,18 +219,32 @@ def _import_pillow() -> None:
         raise missing_extra("pillow", "vision", "reading image files") from error
 
 
-def _decode(path: Path, size: int) -> _Bytes:
+def decode_image(file: Path | bytes, name: str, size: int | None = None) -> _Bytes:
+    """Return an image as RGB, [height, width, 3].
+
+    Args:
+        file: Path of an image file, or its bytes.
+        name: Name for the message.
+        size: Height and width to resize it to, whatever its proportions; by default its own.
+
+    Raises:
+        DataError: The file is no image, or is damaged.
+        MissingExtraError: Pillow is not installed.
+    """
+    _import_pillow()
     from PIL import Image
 
     try:
-        with Image.open(path) as file:
-            file.draft("RGB", (size, size))  # a large JPEG is decoded at a fraction of its size
-            image: Image.Image = file
-            if file.mode.startswith("I"):  # 16 bits, which convert() would clip at 255
-                image = Image.fromarray((np.asarray(file) >> 8).astype(np.uint8))
-            return np.asarray(image.convert("RGB").resize((size, size), Image.Resampling.BILINEAR))
+        with Image.open(io.BytesIO(file) if isinstance(file, bytes) else file) as opened:
+            if size is not None:
+                opened.draft("RGB", (size, size))  # a large JPEG is decoded at a fraction of its size
+            image: Image.Image = opened
+            if opened.mode.startswith("I"):  # 16 bits, which convert() would clip at 255
+                image = Image.fromarray((np.asarray(opened) >> 8).astype(np.uint8))
+            image = image.convert("RGB")
+            return np.asarray(image if size is None else image.resize((size, size), Image.Resampling.BILINEAR))
     except Exception as error:  # Pillow raises whatever each format's decoder happens to raise
-        raise DataError(f"{path} must be a whole image, but got: {error}; replace or remove it") from error
+        raise DataError(f"{name} must be a whole image, but got: {error}; replace or remove it") from error
 
 
 def _find_idx(path: Path) -> Path | None:

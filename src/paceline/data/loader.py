@@ -13,6 +13,7 @@ from paceline.comm.local_group import LocalGroup
 from paceline.comm.membership import PREEMPTED
 from paceline.data.base import Source
 from paceline.data.batch import Batch, note_given
+from paceline.data.content import check_content, content_state, describe_content
 from paceline.data.division import Batches, Ending, Shares, check_batch, find_progress
 from paceline.data.first_samples import sketch_dataset
 from paceline.data.map_source import CollateFn, check_dataset, collate, open_source, take_apart
@@ -25,8 +26,7 @@ from paceline.data.virtual_workers import VirtualShares, divide_steps
 from paceline.errors import CommunicationError, DataError, SettingsError
 from paceline.registry import check_whole
 
-_FAR = 2**40
-"""A step that no training reaches."""
+_FAR = 2**40  # a step that no training reaches
 
 
 class Loader:
@@ -198,7 +198,11 @@ class Loader:
 
     def describe(self) -> list[Any]:
         """Return, as JSON, what shows ranks that their data differs: order, numbers of the data, whether iterable."""
-        return [str(self), self._stream.sketch if self._stream else self._sketch, self._stream is not None]
+        return [
+            f"{self}{describe_content(self._source)}",
+            self._stream.sketch if self._stream else self._sketch,
+            self._stream is not None,
+        ]
 
     def list_sizes(
         self, boundaries: Sequence[int] | None = None, *, is_asynchronous: bool = False
@@ -294,14 +298,9 @@ class Loader:
                 raise DataError("a loader must be saved after the last micro-batch of a step, but more follow")
             self.ack(self.in_hand)
         stream = {"stream": self._stream.state(self.position)} if self._stream is not None else {}
-        return {
-            **asdict(self.order),
-            **self._ledger.state_dict(),
-            **stream,
-            "shares": self._shares.state(self.position),
-            "batches": self._batches.state(self.position),
-            "save_every": self._membership.save_every,
-        }
+        state = asdict(self.order) | self._ledger.state_dict() | stream | content_state(self._source)
+        state["shares"], state["batches"] = self._shares.state(self.position), self._batches.state(self.position)
+        return state | {"save_every": self._membership.save_every}
 
     def load_batches(self, state: dict[str, Any]) -> None:
         """Load the global batches of a `state_dict`, including those that `change_batch` set.
@@ -332,6 +331,7 @@ class Loader:
                     f"the data's {name} must be that of the checkpoint, but got {here} instead of {saved}; "
                     "resume with the data and order that the run was started with"
                 )
+        check_content(state, self._source)
         self._ledger, self._is_used_up = Ledger.from_state(state), False
         self._membership.save_every = state.get("save_every")
         if self._stream is not None:
