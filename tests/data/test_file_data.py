@@ -61,7 +61,9 @@ def test_tokens_and_text_are_windows(tmp_path, name, kind):
     assert targets[1].tolist() == list(range(21, 31))
     assert splits.train.source.shard_sizes == [10]
     with pytest.raises(BadSample, match=r"below data.vocab_size = 20, but got 20 to 30; set data.vocab_size to 31"):
-        FileData(path=str(tmp_path), sequence_length=10, vocab_size=20).open().held_out.read(np.array([1]))
+        FileData(path=str(tmp_path), sequence_length=10, vocab_size=20, held_out_fraction=0.5).open().held_out.read(
+            np.array([1])
+        )
 
 
 def test_short_texts_are_filled_up_and_ask_nothing_there(tmp_path):

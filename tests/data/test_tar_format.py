@@ -28,7 +28,7 @@ def read_tar(folder):
     file = storage.find("s.tar")
     scan = Tar().scan(storage, file)
     read = [storage.read("s.tar", start, size) for start, size in zip(scan.starts, scan.sizes, strict=True)]
-    return [sample for content in read for sample in Tar().decode("s.tar", {}, content)]
+    return [sample for content in read for sample in Tar().decode("s.tar", {}, 0, content)]
 
 
 def test_an_empty_shard_has_no_samples(tmp_path):
@@ -75,7 +75,7 @@ def test_a_cut_or_overwritten_shard_is_refused(tmp_path):
     with pytest.raises(DataError, match=r"s\.tar must have a whole header at byte 0, but got another checksum"):
         Tar().scan(storage, storage.find("s.tar"))
     with pytest.raises(BadSample, match="another checksum"):
-        Tar().decode("s.tar", {}, bytes(broken[:2560]))
+        Tar().decode("s.tar", {}, 0, bytes(broken[:2560]))
     write_tar(tmp_path, [("a.cls", b"seven")])
     with pytest.raises(BadSample, match="sample 'a' must be whole, but: invalid literal"):
         read_tar(tmp_path)

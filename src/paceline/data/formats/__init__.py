@@ -2,16 +2,27 @@
 
 from collections.abc import Sequence
 
+from paceline.data.formats.arrow import Arrow, HuggingFace
 from paceline.data.formats.base import Format
 from paceline.data.formats.image_folder import ImageFolder
+from paceline.data.formats.jsonl import JsonLines, JsonLinesGzip, JsonLinesZstd
+from paceline.data.formats.mds import MDS
+from paceline.data.formats.parquet import Parquet
 from paceline.data.formats.tar import Tar
+from paceline.data.formats.tfrecord import TFRecord
 from paceline.data.formats.tokens import TextFiles, TokenFiles
 from paceline.data.storage import FileInfo
 from paceline.errors import DataError, unknown_name
 
 __all__ = ["FORMATS", "Format", "find_format"]
 
-FORMATS: dict[str, type[Format]] = {form.name: form for form in (Tar, ImageFolder, TokenFiles, TextFiles)}
+FORMATS: dict[str, type[Format]] = {
+    form.name: form
+    for form in (
+        *(Tar, Parquet, HuggingFace, Arrow, TFRecord, MDS, JsonLines, JsonLinesGzip, JsonLinesZstd),
+        *(ImageFolder, TokenFiles, TextFiles),
+    )
+}
 
 
 def find_format(name: str, files: Sequence[FileInfo], sequence_length: int | None = None) -> Format:

@@ -85,12 +85,13 @@ class Format(ABC):
         """
 
     @abstractmethod
-    def decode(self, path: str, about: Mapping[str, Any], content: bytes) -> Sequence[Sample]:
+    def decode(self, path: str, about: Mapping[str, Any], start: int, content: bytes) -> Sequence[Sample]:
         """Return the samples of a record.
 
         Args:
             path: Path of the file.
             about: Facts of the file, and those of the data set.
+            start: First byte of the record.
             content: Bytes of the record.
 
         Raises:

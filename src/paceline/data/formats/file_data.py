@@ -39,8 +39,8 @@ class FileData(Data):
     path: str
     """Folder or file of the data."""
     format: str = "auto"
-    """Format of the files: tar, folder, parquet, arrow, hf, jsonl, tfrecord, mds, tokens, text; auto for what their
-    names say."""
+    """Format of the files: tar, parquet, arrow, hf, tfrecord, mds, jsonl, jsonl_gz, jsonl_zst, folder, tokens, text;
+    auto for what their names say."""
     input: str = ""
     """Leaf that the model gets; by default the first image, else tokens, text or an array."""
     target: str = ""

@@ -28,7 +28,7 @@ class ImageFolder(Format):
         """Return the whole file as one record."""
         return Scan(np.zeros(1, np.int64), np.array([file.num_bytes]))
 
-    def decode(self, path: str, about: Mapping[str, Any], content: bytes) -> Sequence[Sample]:
+    def decode(self, path: str, about: Mapping[str, Any], start: int, content: bytes) -> Sequence[Sample]:
         """Return the sample of a file."""
         place = PurePosixPath(path)
         sample: Sample = {KEY: str(place.with_suffix("")), "image": content}

@@ -183,7 +183,7 @@ def _read_file(place: Place, form: Format, about: dict[str, Any], file: FileInfo
     largest: dict[str, int] = {}
     for start, num_bytes in [] if form.is_strided else zip(scan.starts.tolist(), scan.sizes.tolist(), strict=True):
         content = place.storage.read(file.path, start, num_bytes)
-        for sample in form.decode(file.path, {**about, **scan.about}, content):
+        for sample in form.decode(file.path, {**about, **scan.about}, start, content):
             for leaf, value in sample.items():
                 if type(value) is int and leaf != KEY:
                     largest[leaf] = max(value, largest.get(leaf, value))

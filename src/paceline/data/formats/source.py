@@ -218,7 +218,7 @@ class FileSource(Source):
             contents = self.storage.read_ranges(file.path, [ranges[place] for place in places])
             facts = {**about, **file.about} if file.about else about
             for place, content in zip(places, contents, strict=True):
-                read[place] = decode(file.path, facts, content)
+                read[place] = decode(file.path, facts, ranges[place][0], content)
         return read
 
     def _read_group(self, record: int) -> Sequence[Sample]:

@@ -51,7 +51,7 @@ class Tar(Format):
         bounds = np.array(rows, dtype=np.int64).reshape(-1, 2)
         return Scan(bounds[:, 0], bounds[:, 1] - bounds[:, 0])
 
-    def decode(self, path: str, about: Mapping[str, Any], content: bytes) -> Sequence[Sample]:
+    def decode(self, path: str, about: Mapping[str, Any], start: int, content: bytes) -> Sequence[Sample]:
         """Return the sample of a record."""
         key = ""
         fields = []

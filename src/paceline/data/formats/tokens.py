@@ -40,7 +40,7 @@ class TokenFiles(Format):
         num_windows = max((num_tokens - 1) // length, 0)
         return Scan(stride=Stride(begin, length * size, (length + 1) * size, num_windows), about={"dtype": kind})
 
-    def decode(self, path: str, about: Mapping[str, Any], content: bytes) -> Sequence[Sample]:
+    def decode(self, path: str, about: Mapping[str, Any], start: int, content: bytes) -> Sequence[Sample]:
         """Return the sample of a window: its tokens."""
         return [{"tokens": np.frombuffer(content, dtype=about["dtype"])}]
 
@@ -108,7 +108,7 @@ class TextFiles(Format):
             return Scan(stride=Stride(0, 0, file.num_bytes, 1))
         return Scan(stride=Stride(0, length, length + 1, max((file.num_bytes - 1) // length, 0)))
 
-    def decode(self, path: str, about: Mapping[str, Any], content: bytes) -> Sequence[Sample]:
+    def decode(self, path: str, about: Mapping[str, Any], start: int, content: bytes) -> Sequence[Sample]:
         """Return the sample of a record."""
         if self._sequence_length is not None:
             return [{"tokens": np.frombuffer(content, dtype=np.uint8)}]
