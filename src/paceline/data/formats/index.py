@@ -1,7 +1,6 @@
 """The index of a data set: its manifest, and the place of each sample; made once, kept beside the files."""
 
 import functools
-import multiprocessing
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +14,7 @@ from paceline.data.formats.base import Format, Scan, Stride
 from paceline.data.formats.leaves import KEY
 from paceline.data.formats.manifest import BLOCK_BYTES, DataManifest, FileRecord
 from paceline.data.formats.opening import Place
+from paceline.data.formats.parallel import map_in_processes
 from paceline.data.formats.records import RecordTable, pack_rows
 from paceline.data.storage import FileInfo, Storage
 from paceline.errors import DataError
@@ -116,7 +116,7 @@ def write_index(place: Place, name: str, sequence_length: int | None = None, num
     read = functools.partial(_read_file, place, form, about)
     records, parts, counts, blocks = [], [], [], []
     largest: dict[str, int] = {}
-    for found in _map(read, chosen, num_processes):
+    for found in map_in_processes(read, chosen, num_processes):
         records.append(found.record)
         blocks.append(found.blocks)
         for leaf, value in found.largest.items():
@@ -136,22 +136,6 @@ def write_index(place: Place, name: str, sequence_length: int | None = None, num
         storage.write(f"{folder}/{COUNTS}", np.concatenate(counts).astype("<i8").tobytes())
     storage.write(f"{folder}/{MANIFEST}", manifest.to_json().encode())  # last: an index without it is none
     return manifest
-
-
-def list_rows(index: Index, number: int, first: int) -> NDArray[np.int64]:
-    """Return the places of a file's records.
-
-    Args:
-        index: Index of the data.
-        number: Number of the file.
-        first: Number of its first record in the table.
-    """
-    file = index.manifest.files[number]
-    rows = np.arange(file.num_records, dtype=np.int64)
-    if index.strides is not None:
-        return stride_rows(index.strides[number], rows)
-    assert index.table is not None
-    return index.table.look_up(rows + first)
 
 
 def stride_rows(stride: Stride, rows: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -188,14 +172,6 @@ def _read_file(place: Place, form: Format, about: dict[str, Any], file: FileInfo
                 if type(value) is int and leaf != KEY:
                     largest[leaf] = max(value, largest.get(leaf, value))
     return _Found(record, scan, b"".join(blocks), largest)
-
-
-def _map(read: Any, files: Sequence[FileInfo], num_processes: int) -> Iterator[_Found]:
-    if num_processes <= 1 or len(files) < 2:
-        yield from map(read, files)
-        return
-    with multiprocessing.get_context("fork").Pool(min(num_processes, len(files))) as pool:
-        yield from pool.imap(read, files)
 
 
 def _choose(place: Place, files: Sequence[FileInfo], form: Format) -> list[FileInfo]:

@@ -116,7 +116,13 @@ class MDS(Format):
             scan = self.scan(storage, file)
             columns = {f"column_{name}": scan.about[name] for name in ("encodings", "names", "sizes")}
             raw = {"basename": file.path, "bytes": file.num_bytes, "hashes": {}}
-            fixed: dict[str, Any] = {"compression": None, "format": "mds", "hashes": [], "size_limit": None, "version": 2}
+            fixed: dict[str, Any] = {
+                "compression": None,
+                "format": "mds",
+                "hashes": [],
+                "size_limit": None,
+                "version": 2,
+            }
             shards.append({**columns, **fixed, "raw_data": raw, "samples": scan.num_records, "zip_data": None})
         storage.write(_INDEX, json.dumps({"shards": shards, "version": 2}, sort_keys=True).encode())
 
