@@ -67,7 +67,7 @@ peers: setup
 	$(BIN)/python -m pip install --quiet --target .peers --no-deps webdataset==1.0.2 braceexpand==0.1.7 \
 		mosaicml-streaming==0.13.0 tfrecord==1.14.6 crc32c==2.9.post0 datasets==5.2.0 dill==0.4.1 multiprocess==0.70.19 \
 		pandas httpx multidict aiohttp aiosignal frozenlist yarl propcache attrs aiohappyeyeballs boto3 botocore jmespath \
-		s3transfer zstd Brotli python-snappy cramjam
+		s3transfer zstd Brotli python-snappy cramjam catalogue
 
 format: setup
 	$(BIN)/ruff format .
