@@ -3,7 +3,7 @@ VENV ?= .venv
 PYTHON ?= python3
 BIN := $(VENV)/bin
 
-.PHONY: setup train test test-slow test-all gpu gpu-rehearsal check docs wheel torchft data-peers faults format clean
+.PHONY: setup train test test-slow test-all gpu gpu-rehearsal check docs wheel torchft data-peers peers faults format clean
 
 setup: $(VENV)/.installed
 
@@ -70,9 +70,16 @@ torchft: setup
 	$(BIN)/python -m pip install --quiet --target .torchft --no-deps torchft==0.2.0
 	$(BIN)/python -m pip install --quiet --target .torchft opentelemetry-sdk opentelemetry-exporter-otlp-proto-http
 
+# For tests/data/test_format_peers.py: packages whose files Paceline reads and writes, apart from its own environment.
+peers: setup
+	$(BIN)/python -m pip install --quiet --target .peers --no-deps webdataset==1.0.2 braceexpand==0.1.7 \
+		mosaicml-streaming==0.13.0 tfrecord==1.14.6 crc32c==2.9.post0 datasets==5.2.0 dill==0.4.1 multiprocess==0.70.19 \
+		pandas httpx multidict aiohttp aiosignal frozenlist yarl propcache attrs aiohappyeyeballs boto3 botocore jmespath \
+		s3transfer zstd Brotli python-snappy cramjam catalogue
+
 format: setup
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
 clean:
-	rm -rf $(VENV) .torchft .data-peers dist docs/_build docs/api .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) .torchft .data-peers .peers dist docs/_build docs/api .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

@@ -34,8 +34,15 @@ class DataError(PacelineError):
     """Training data is missing, empty, damaged or of the wrong type."""
 
 
-class BadSample(DataError):  # noqa: N818  # the sample is bad; a name that sources of users raise
-    """A sample that cannot be read."""
+class BadSample(DataError):  # noqa: N818  # what it is, as Python's own StopIteration
+    """A sample that cannot be read.
+
+    Args:
+        message: Message for a person.
+        path: Path of the file that holds it.
+        key: Name of the sample in the file.
+        reason: Reason, without the place.
+    """
 
     def __init__(self, message: str, *, path: str = "", key: str = "", reason: str = "") -> None:
         super().__init__(message)

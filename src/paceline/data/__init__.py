@@ -4,6 +4,9 @@ from paceline.data.bad_samples import BadSamples, BadSampleWarning
 from paceline.data.base import Data, IterableSource, Source, Spec, Splits
 from paceline.data.batch import Batch
 from paceline.data.datasets import FunctionData
+from paceline.data.formats.file_data import FileData
+from paceline.data.formats.manifest import DataManifest
+from paceline.data.formats.source import FileSource, NoIndexWarning
 from paceline.data.images import Images
 from paceline.data.joined import JoinedSource
 from paceline.data.ledger import Ledger
@@ -24,7 +27,10 @@ __all__ = [
     "BadSamples",
     "Batch",
     "Data",
+    "DataManifest",
     "DifferentStreamsWarning",
+    "FileData",
+    "FileSource",
     "Full",
     "FunctionData",
     "GlobalOrder",
@@ -38,6 +44,7 @@ __all__ = [
     "MaskedText",
     "Mixture",
     "MixtureSource",
+    "NoIndexWarning",
     "PackedText",
     "SampleOrder",
     "Sequential",

@@ -41,6 +41,11 @@ class Source(torch.utils.data.Dataset[Any]):
     stacks: bool = True
     """Whether `collate` stacks samples, so that a batch has the same leaves as a sample."""
 
+    @property
+    def fingerprint(self) -> str:
+        """Identifier of the content, which all workers must have alike, and a resumed run too; empty if unknown."""
+        return ""
+
     @abstractmethod
     def __len__(self) -> int:
         """Return the number of samples."""

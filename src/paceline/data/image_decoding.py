@@ -19,6 +19,18 @@ _JPEG = b"\xff\xd8\xff"
 """First bytes of a JPEG file."""
 
 
+def check_pillow() -> None:
+    """Refuse image files where Pillow is not installed.
+
+    Raises:
+        MissingExtraError: The package is not installed.
+    """
+    try:
+        import PIL.Image  # noqa: F401
+    except ImportError as error:
+        raise missing_extra("pillow", "vision", "reading image files") from error
+
+
 def open_simplejpeg() -> Callable[..., Pixels]:
     """Return simplejpeg's decoder.
 
@@ -33,12 +45,12 @@ def open_simplejpeg() -> Callable[..., Pixels]:
     return found
 
 
-def decode_image(file: bytes, size: int, *, name: str, decoder: Decoder = "pillow") -> Pixels:
-    """Return an image as RGB, resized to a square: uint8 of shape (S, S, 3).
+def decode_image(file: bytes, size: int | None = None, *, name: str, decoder: Decoder = "pillow") -> Pixels:
+    """Return an image as RGB, uint8 of shape (height, width, 3), or resized to a square (S, S, 3).
 
     Args:
         file: Content of the file.
-        size: Pixels of a side.
+        size: Pixels of a side, whatever the proportions; by default the image has its own.
         name: Name of the file, for errors.
         decoder: Decoder of JPEG files; Pillow decodes all others.
 
@@ -46,24 +58,28 @@ def decode_image(file: bytes, size: int, *, name: str, decoder: Decoder = "pillo
         BadSample: The file is no image, or is damaged.
         MissingExtraError: The decoder is not installed.
     """
+    check_pillow()
     from PIL import Image
 
     if decoder == "simplejpeg" and file.startswith(_JPEG):
         decode_jpeg = open_simplejpeg()
         try:
-            pixels = decode_jpeg(file, colorspace="RGB", min_height=size, min_width=size, min_factor=1)
+            least = {} if size is None else {"min_height": size, "min_width": size, "min_factor": 1}
+            pixels = decode_jpeg(file, colorspace="RGB", **least)
         except ValueError as error:
             raise _refuse(name, error) from error
-        if pixels.shape[:2] == (size, size):
+        if size is None or pixels.shape[:2] == (size, size):
             return pixels
         return np.asarray(Image.fromarray(pixels).resize((size, size), Image.Resampling.BILINEAR))
     try:
         with Image.open(io.BytesIO(file)) as opened:
-            opened.draft("RGB", (size, size))  # a large JPEG is decoded at a fraction of its size
+            if size is not None:
+                opened.draft("RGB", (size, size))  # a large JPEG is decoded at a fraction of its size
             image: Image.Image = opened
             if opened.mode.startswith("I"):  # 16 bits, which convert() would clip at 255
                 image = Image.fromarray((np.asarray(opened) >> 8).astype(np.uint8))
-            return np.asarray(image.convert("RGB").resize((size, size), Image.Resampling.BILINEAR))
+            image = image.convert("RGB")
+            return np.asarray(image if size is None else image.resize((size, size), Image.Resampling.BILINEAR))
     except Exception as error:  # Pillow raises whatever each format's decoder happens to raise
         raise _refuse(name, error) from error
 

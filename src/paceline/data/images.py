@@ -21,7 +21,7 @@ from pydantic import Field
 from torch import Tensor
 
 from paceline.data.base import Data, Source, Spec, Splits
-from paceline.data.image_decoding import Decoder, decode_image, open_simplejpeg
+from paceline.data.image_decoding import Decoder, check_pillow, decode_image, open_simplejpeg
 from paceline.data.orders import Indices
 from paceline.errors import BadSample, DataError, missing_extra
 from paceline.registry import register
@@ -87,7 +87,7 @@ class Images(Data):
         return Splits(ArrayImages(train, num_classes, self.size), ArrayImages(test, num_classes, self.size))
 
     def _open_folder(self, folder: Path) -> Splits:
-        _import_pillow()
+        check_pillow()
         if self.decoder == "simplejpeg":
             open_simplejpeg()
         train, test = _list_splits(folder)
@@ -139,7 +139,7 @@ class ArrayImages(Source):
         size = self.spec.input_shape[-2:]
         if images.shape[-2:] != size and len(indices):
             images = F.interpolate(images, size, mode="bilinear", antialias=True)
-        return _normalise(images), self._arrays.labels_N[which]
+        return normalise(images), self._arrays.labels_N[which]
 
 
 class FileImages(Source):
@@ -181,10 +181,11 @@ class FileImages(Source):
         for row, (index, file) in enumerate(zip(indices, files, strict=True)):
             pixels[row] = decode_image(file, size, name=str(self._paths[index]), decoder=self._decoder)
         images = torch.from_numpy(pixels).permute(0, 3, 1, 2).contiguous().float()
-        return _normalise(images), self._labels_N[torch.from_numpy(indices)]
+        return normalise(images), self._labels_N[torch.from_numpy(indices)]
 
 
-def _normalise(images: Tensor) -> Tensor:
+def normalise(images: Tensor) -> Tensor:
+    """Return pixels from -1 to 1, of bytes as floats, which are changed."""
     return images.div_(HALF_RANGE).sub_(1)
 
 
@@ -233,13 +234,6 @@ def _list_files(folder: Path, classes: Sequence[str]) -> _Samples:
             raise DataError(f"{folder / name} must hold images ({kinds}), but got none; add some or remove the folder")
         samples += [(file, label) for file in files]
     return samples
-
-
-def _import_pillow() -> None:
-    try:
-        import PIL.Image  # noqa: F401
-    except ImportError as error:
-        raise missing_extra("pillow", "vision", "reading image files") from error
 
 
 def _read_file(path: Path) -> bytes:

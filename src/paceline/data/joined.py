@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from blake3 import blake3
 from torch import Tensor
 
 from paceline.data.base import IterableSource, Source, Spec
@@ -51,6 +52,12 @@ class JoinedSource(Source):
             )
         self.spec = Spec(max(spec.num_classes for spec in specs), specs[0].input_shape)
         self._ends = np.cumsum([len(source) for source in self.sources])
+
+    @property
+    def fingerprint(self) -> str:
+        """Identifier of the content of all sources that have one; empty if none has."""
+        known = [source.fingerprint for source in self.sources]
+        return blake3("\n".join(known).encode()).hexdigest() if any(known) else ""
 
     def __len__(self) -> int:
         """Return the number of samples of all sources."""

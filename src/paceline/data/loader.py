@@ -10,6 +10,7 @@ from paceline.comm.join import find_group
 from paceline.comm.membership import PREEMPTED
 from paceline.data.bad_samples import BadSamples
 from paceline.data.batch import Batch, note_given
+from paceline.data.content import check_content, content_state
 from paceline.data.ledger import Dispatcher, Ledger
 from paceline.data.map_source import CollateFn, take_apart
 from paceline.data.open_dataset import open_dataset
@@ -192,6 +193,7 @@ class Loader(StepPlan):
         stream = {"stream": self._stream.state(self.position)} if self._stream is not None else {}
         return {
             **self.order.state(),
+            **content_state(self._dataset.source),
             **self._ledger.state_dict(),
             **stream,
             "shares": self._shares.state(self.position),
@@ -206,6 +208,7 @@ class Loader(StepPlan):
             DataError: The state is of other data or another seed, for which "the rest of the epoch" means nothing.
         """
         self._dataset.check_state(state)
+        check_content(state, self._dataset.source)
         self._ledger, self._is_used_up = Ledger.from_state(state), False
         self._membership.save_every = state.get("save_every")
         if self._stream is not None:

@@ -7,6 +7,7 @@ from typing import Any
 from paceline.comm.group import Group
 from paceline.data.augment.augmenter import Augmenter
 from paceline.data.bad_samples import BadSampleCount, BadSamples, FoundBadSample
+from paceline.data.content import describe_content
 from paceline.data.division import Batches, Ending, Shares, check_batch, find_progress
 from paceline.data.ledger import Ledger
 from paceline.data.open_dataset import OpenDataset
@@ -122,7 +123,8 @@ class StepPlan:
 
     def describe(self) -> list[Any]:
         """Return, as JSON, what shows ranks that their data differs: order, numbers of the data, whether iterable."""
-        return [str(self), self._stream.sketch if self._stream else self._dataset.sketch, self._stream is not None]
+        about = f"{self}{describe_content(self._dataset.source)}"
+        return [about, self._stream.sketch if self._stream else self._dataset.sketch, self._stream is not None]
 
     def list_sizes(
         self, boundaries: Sequence[int] | None = None, *, is_asynchronous: bool = False

@@ -16,6 +16,7 @@ from paceline.checkpoint.stripes import make_teams
 from paceline.comm.group import Group
 from paceline.comm.membership import Membership
 from paceline.data import Batch, IterableSource, Loader, Splits
+from paceline.data.content import agree_on_content
 from paceline.data.ledger import Dispatcher
 from paceline.elastic.member import Member
 from paceline.errors import CommunicationError, SettingsError
@@ -245,6 +246,8 @@ def _make_session(
         split=replica.shard.split_context,
         dispatcher=replica.dispatcher,
     )
+    if is_live:
+        agree_on_content(training.splits.train, replica.shard.world)
     if replica.dispatcher is not None:
         replica.dispatcher.set_source(loader.claim_next, loader.mark_used)
     load_balancer = LoadBalancer(

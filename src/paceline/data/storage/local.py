@@ -1,10 +1,27 @@
 """Files of a folder of this machine."""
 
 import os
+import threading
+from collections import OrderedDict
+from collections.abc import Sequence
 from pathlib import Path
 
 from paceline.data.storage.base import FileInfo, Storage
 from paceline.errors import DataError, storing
+
+_NUM_OPEN = 64
+"""Number of files that stay open."""
+
+
+class _OpenFile:
+    """A file that is closed when nobody reads it any more."""
+
+    def __init__(self, path: str) -> None:
+        self.descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+
+    def __del__(self) -> None:
+        if hasattr(self, "descriptor"):
+            os.close(self.descriptor)
 
 
 class LocalStorage(Storage):
@@ -16,6 +33,8 @@ class LocalStorage(Storage):
 
     def __init__(self, root: str | Path) -> None:
         self._root = Path(root)
+        self._files: OrderedDict[str, tuple[_OpenFile, tuple[int, ...]]] = OrderedDict()
+        self._lock = threading.Lock()
 
     @property
     def url(self) -> str:
@@ -41,19 +60,42 @@ class LocalStorage(Storage):
 
     def read(self, path: str, start: int = 0, num_bytes: int | None = None) -> bytes:
         """Return bytes of a file."""
+        return self._read_from(path, [(start, num_bytes)])[0]
+
+    def read_ranges(self, path: str, ranges: Sequence[tuple[int, int]]) -> list[bytes]:
+        """Return several ranges of a file, all of one content even if the file is replaced meanwhile."""
+        return self._read_from(path, ranges)
+
+    def _read_from(self, path: str, ranges: Sequence[tuple[int, int | None]]) -> list[bytes]:
         try:
-            with open(self._root / path, "rb", buffering=0) as file:
-                size = os.fstat(file.fileno()).st_size
+            file, size = self._open(path)
+            contents = []
+            for start, num_bytes in ranges:
                 wanted = size - start if num_bytes is None else num_bytes
-                content = os.pread(file.fileno(), wanted, start)
+                content = os.pread(file.descriptor, wanted, start)
+                if len(content) < wanted:
+                    raise DataError(
+                        f"{self._root / path} must have {start + wanted} bytes, but has {size}; it was cut, or changed "
+                        "since its index was made"
+                    )
+                contents.append(content)
         except OSError as error:
             raise DataError(f"{self._root / path} must be readable, but: {error.strerror}") from error
-        if len(content) < wanted:
-            raise DataError(
-                f"{self._root / path} must have {start + wanted} bytes, but has {size}; it was cut, or changed since "
-                "its index was made"
-            )
-        return content
+        return contents
+
+    def _open(self, path: str) -> tuple[_OpenFile, int]:
+        """Return a file and its size; the newest ones stay open, for as long as they are the same."""
+        name = f"{self._root}/{path}"
+        status = os.stat(name)
+        identity = status.st_dev, status.st_ino, status.st_mtime_ns, status.st_size
+        with self._lock:
+            kept = self._files.get(path)
+            if kept is None or kept[1] != identity:
+                kept = self._files[path] = _OpenFile(name), identity
+                while len(self._files) > _NUM_OPEN:
+                    self._files.popitem(last=False)
+            self._files.move_to_end(path)
+        return kept[0], status.st_size
 
     def write(self, path: str, content: bytes) -> None:
         """Write a file beside its place, then move it there."""

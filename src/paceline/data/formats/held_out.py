@@ -1,0 +1,75 @@
+"""A part of a source of files: held-out samples at equal distances, or all others."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from paceline.data.base import Source
+from paceline.data.formats.source import Extent, FileSource
+from paceline.data.orders import Indices
+
+
+class PartOfSource(Source):
+    """Every n-th sample of a source, or all but these; a rule and no list, whatever the number of samples.
+
+    Args:
+        source: Source of files.
+        distance: Distance of held-out samples; the first sample is one.
+        held_out: Whether the part has these, or all others.
+    """
+
+    decodes_samples = True
+
+    def __init__(self, source: FileSource, distance: int, *, held_out: bool) -> None:
+        self.source, self.spec = source, source.spec
+        self.is_thread_safe, self.stacks = source.is_thread_safe, source.stacks
+        self._distance, self._held_out = distance, held_out
+        ends = np.cumsum([0, *source.shard_sizes])
+        before = -(-ends // distance)
+        counts = np.diff(before if held_out else ends - before)
+        self._shard_sizes: list[int] = counts.tolist()
+
+    def __len__(self) -> int:
+        """Return the number of samples of the part."""
+        return sum(self._shard_sizes)
+
+    def __str__(self) -> str:
+        return f"{len(self)} of {self.source}"
+
+    @property
+    def shard_sizes(self) -> list[int]:
+        """Number of samples of each shard."""
+        return self._shard_sizes
+
+    @property
+    def fingerprint(self) -> str:
+        """Identifier of the content of all the data."""
+        return self.source.fingerprint
+
+    def locate(self, indices: Indices) -> list[Extent]:
+        """Return the ranges of bytes that reading samples touches."""
+        return self.source.locate(self._map(indices))
+
+    def read(self, indices: Indices) -> Any:
+        """Return samples, transformed and collated."""
+        return self.source.read(self._map(indices))
+
+    def fetch(self, indices: Indices) -> list[Any]:
+        """Return samples as `FileSource.fetch` does."""
+        return self.source.fetch(self._map(indices))
+
+    def decode(self, fetched: list[Any], seeds: Sequence[int] | None = None) -> list[Any]:
+        """Return samples, transformed."""
+        return self.source.decode(fetched, seeds)
+
+    def collate(self, samples: list[Any]) -> Any:
+        """Return a batch of samples."""
+        return self.source.collate(samples)
+
+    def _map(self, indices: Indices) -> Indices:
+        """Return the samples' indices in the source."""
+        indices = np.asarray(indices, dtype=np.int64)
+        if self._held_out:
+            return indices * self._distance
+        return indices + indices // (self._distance - 1) + 1

@@ -1,0 +1,196 @@
+"""The index of a data set: its manifest, and the place of each sample; made once, kept beside the files."""
+
+import functools
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from blake3 import blake3
+from numpy.typing import NDArray
+
+from paceline.data.formats import find_format
+from paceline.data.formats.base import Format, Scan, Stride
+from paceline.data.formats.leaves import KEY
+from paceline.data.formats.manifest import BLOCK_BYTES, DataManifest, FileRecord
+from paceline.data.formats.opening import Place
+from paceline.data.formats.parallel import map_in_processes
+from paceline.data.formats.records import RecordTable, pack_rows
+from paceline.data.storage import FileInfo, Storage
+from paceline.errors import DataError
+
+MANIFEST = "manifest.json"
+RECORDS = "records.bin"
+COUNTS = "counts.bin"
+BLOCKS = "blocks.bin"
+_PART_BYTES = 1 << 22
+
+
+@dataclass(frozen=True)
+class Index:
+    """DataManifest of a data set, and the places of its records."""
+
+    manifest: DataManifest
+    form: Format
+    table: RecordTable | None
+    """Places of all records; None where strides say them."""
+    strides: Sequence[Stride] | None
+    """Places of each file's records, if they are regular."""
+    counts: NDArray[np.int64] | None
+    """Number of samples in each record; None if each holds one."""
+
+
+def find_index(place: Place, name: str, sequence_length: int | None) -> Index:
+    """Return the index that lies beside the data, checked against the files; without one, what a look at them finds.
+
+    Raises:
+        DataError: Files are missing, changed since the index was made, damaged, or of no format.
+    """
+    files = place.list_files()
+    storage, folder = place.storage, place.index_folder
+    if storage.find(f"{folder}/{MANIFEST}") is None:
+        return scan_files(place, files, find_format(name, files, sequence_length))
+    blocks = storage.read(f"{folder}/{BLOCKS}")
+    manifest = DataManifest.from_json(storage.read(f"{folder}/{MANIFEST}"), blocks, str(place))
+    if name not in ("auto", manifest.format):
+        raise DataError(
+            f"the format of {place} must be {manifest.format}, as its index says, but got {name}; leave it out, or "
+            f"index the data again: paceline data index {place} --format {name}"
+        )
+    manifest.check_files(files, str(place))
+    form = find_format(manifest.format, files, sequence_length)
+    if form.is_strided:
+        found = scan_files(place, [file for file in files if file.path in {one.path for one in manifest.files}], form)
+        about = manifest.about | found.manifest.about
+        sizes = [(file.num_records, file.num_samples, file.about) for file in found.manifest.files]
+        records = [
+            FileRecord(file.path, file.num_bytes, num_records, num_samples, file.digest, file.version, facts)
+            for file, (num_records, num_samples, facts) in zip(manifest.files, sizes, strict=True)
+        ]
+        known = DataManifest(manifest.format, records, about, manifest.records_digest, blocks)
+        return Index(known, form, None, found.strides, None)
+    table = RecordTable.from_parts(_read_parts(storage, f"{folder}/{RECORDS}"))
+    if table.digest() != manifest.records_digest:
+        raise DataError(f"the index of {place} must be whole, but its records are damaged; make it again")
+    counts = np.frombuffer(storage.read(f"{folder}/{COUNTS}"), dtype="<i8") if form.is_grouped else None
+    return Index(manifest, form, table, None, counts)
+
+
+def scan_files(place: Place, files: Sequence[FileInfo], form: Format) -> Index:
+    """Return what a look at the files finds: places and sizes, no digests."""
+    chosen = _choose(place, files, form)
+    scans = [form.scan(place.storage, file) for file in chosen]
+    is_far = "://" in place.storage.url
+    records = [
+        FileRecord(file.path, file.num_bytes, scan.num_records, scan.num_samples, "", file.version * is_far, scan.about)
+        for file, scan in zip(chosen, scans, strict=True)
+    ]
+    manifest = DataManifest(form.name, records, form.describe(chosen))
+    if form.is_strided:
+        strides = [scan.stride for scan in scans if scan.stride is not None]
+        return Index(manifest, form, None, strides, None)
+    table = RecordTable.from_parts(pack_rows(scan.starts, scan.sizes) for scan in scans)
+    return Index(manifest, form, table, None, _join_counts(scans) if form.is_grouped else None)
+
+
+def write_index(place: Place, name: str, sequence_length: int | None = None, num_processes: int = 1) -> DataManifest:
+    """Read all files of a data set, and write its index beside them.
+
+    Args:
+        place: Place of the data.
+        name: Name of the format, or ``auto``.
+        sequence_length: Number of tokens of a sample, if it is of tokens.
+        num_processes: Number of processes that read.
+
+    Returns:
+        The manifest.
+
+    Raises:
+        DataError: A file or a sample is damaged, or the files are of no format.
+        StorageError: The index could not be written.
+    """
+    files = place.list_files()
+    form = find_format(name, files, sequence_length)
+    chosen = _choose(place, files, form)
+    about = form.describe(chosen)
+    read = functools.partial(_read_file, place, form, about)
+    records, parts, counts, blocks = [], [], [], []
+    largest: dict[str, int] = {}
+    for found in map_in_processes(read, chosen, num_processes):
+        records.append(found.record)
+        blocks.append(found.blocks)
+        for leaf, value in found.largest.items():
+            largest[leaf] = max(value, largest.get(leaf, value))
+        if not form.is_strided:
+            parts.append(pack_rows(found.scan.starts, found.scan.sizes))
+        if found.scan.counts is not None:
+            counts.append(found.scan.counts)
+    table = b"".join(parts)
+    manifest = DataManifest(
+        form.name, records, about | {"largest": largest}, blake3(table).hexdigest(), b"".join(blocks)
+    )
+    folder, storage = place.index_folder, place.storage
+    storage.write(f"{folder}/{RECORDS}", table)
+    storage.write(f"{folder}/{BLOCKS}", manifest.blocks)
+    if form.is_grouped:
+        storage.write(f"{folder}/{COUNTS}", np.concatenate(counts).astype("<i8").tobytes())
+    storage.write(f"{folder}/{MANIFEST}", manifest.to_json().encode())  # last: an index without it is none
+    return manifest
+
+
+def stride_rows(stride: Stride, rows: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Return the places of regular records."""
+    return np.stack([stride.begin + rows * stride.step, np.full(len(rows), stride.num_bytes, np.int64)], axis=1)
+
+
+@dataclass(frozen=True)
+class _Found:
+    """What reading a file found."""
+
+    record: FileRecord
+    scan: Scan
+    blocks: bytes
+    largest: dict[str, int]
+
+
+def _read_file(place: Place, form: Format, about: dict[str, Any], file: FileInfo) -> _Found:
+    """Return digests, records and largest numbers of a file."""
+    whole, blocks = blake3(), []
+    for start in range(0, file.num_bytes, BLOCK_BYTES):
+        block = place.storage.read(file.path, start, min(BLOCK_BYTES, file.num_bytes - start))
+        whole.update(block)
+        blocks.append(blake3(block).digest())
+    scan = form.scan(place.storage, file)
+    record = FileRecord(
+        file.path, file.num_bytes, scan.num_records, scan.num_samples, whole.hexdigest(), about=scan.about
+    )
+    largest: dict[str, int] = {}
+    for start, num_bytes in [] if form.is_strided else zip(scan.starts.tolist(), scan.sizes.tolist(), strict=True):
+        content = place.storage.read(file.path, start, num_bytes)
+        for sample in form.decode(file.path, {**about, **scan.about}, start, content):
+            for leaf, value in sample.items():
+                if type(value) is int and leaf != KEY:
+                    largest[leaf] = max(value, largest.get(leaf, value))
+    return _Found(record, scan, b"".join(blocks), largest)
+
+
+def _choose(place: Place, files: Sequence[FileInfo], form: Format) -> list[FileInfo]:
+    chosen = list(files) if place.name else form.choose(files)
+    if not chosen:
+        raise DataError(
+            f"{place} must hold files of format {form.name} ({', '.join(form.suffixes)}), but got none; check "
+            "--data.path and --data.format"
+        )
+    return chosen
+
+
+def _read_parts(storage: Storage, path: str) -> Iterator[bytes]:
+    """Yield a file's bytes, in parts: a table of records may be large."""
+    file = storage.find(path)
+    for start in range(0, file.num_bytes if file else 0, _PART_BYTES):
+        assert file is not None
+        yield storage.read(path, start, min(_PART_BYTES, file.num_bytes - start))
+
+
+def _join_counts(scans: Iterable[Scan]) -> NDArray[np.int64]:
+    return np.concatenate([scan.counts for scan in scans if scan.counts is not None])

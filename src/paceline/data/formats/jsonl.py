@@ -1,0 +1,229 @@
+"""Lines of JSON: plain, or packed by gzip or Zstandard in frames that can be read alone."""
+
+import base64
+import gzip
+import json
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar
+
+import numpy as np
+
+from paceline.data.formats.base import Format, Scan
+from paceline.data.formats.files import StorageFile
+from paceline.data.formats.leaves import Sample, flatten, nest
+from paceline.data.storage import FileInfo, Storage
+from paceline.errors import BadSample, DataError, missing_extra
+
+_PART_BYTES = 1 << 20
+_FRAME_BYTES = 1 << 18
+"""Size of the frames that are written, before packing: what is unpacked to read one sample."""
+_BASE64 = "base64"
+
+
+class JsonLines(Format):
+    """Files of one JSON object a line; bytes are ``{"base64": ...}``, arrays have ``dtype`` and ``shape`` beside it."""
+
+    name: ClassVar[str] = "jsonl"
+    suffixes: ClassVar[tuple[str, ...]] = (".jsonl", ".ndjson")
+
+    def scan(self, storage: Storage, file: FileInfo) -> Scan:
+        """Find the lines that are not empty."""
+        ends: list[int] = []
+        for start in range(0, file.num_bytes, _PART_BYTES):
+            part = storage.read(file.path, start, min(_PART_BYTES, file.num_bytes - start))
+            ends += (np.flatnonzero(np.frombuffer(part, dtype=np.uint8) == ord("\n")) + start + 1).tolist()
+        if not ends or ends[-1] < file.num_bytes:
+            ends.append(file.num_bytes)
+        bounds = np.array([0, *ends], dtype=np.int64)
+        sizes = np.diff(bounds)
+        is_line = sizes > 1
+        return Scan(bounds[:-1][is_line], sizes[is_line])
+
+    def decode(self, path: str, about: Mapping[str, Any], start: int, content: bytes) -> Sequence[Sample]:
+        """Return the sample of a line."""
+        return [_read_line(line, path, start) for line in (content,)]
+
+    def encode(self, samples: Sequence[Sample]) -> bytes:
+        """Return lines."""
+        return b"".join(map(_write_line, samples))
+
+
+class _Packed(Format):
+    """Lines of JSON in frames, each of which holds whole lines."""
+
+    is_grouped: ClassVar[bool] = True
+    has_digests: ClassVar[bool] = True
+
+    def make_unpacker(self) -> Any:
+        """Return what unpacks one frame: it has `decompress`, `eof` and `unused_data`."""
+        raise NotImplementedError
+
+    def pack(self, content: bytes) -> bytes:
+        """Return one frame."""
+        raise NotImplementedError
+
+    def scan(self, storage: Storage, file: FileInfo) -> Scan:
+        """Find the frames; some that end inside a line are one record with those after them.
+
+        All of the file is unpacked once. A file of one frame is read whole for any of its samples.
+        """
+        frames = _find_frames(self.make_unpacker, storage, file)
+        rows: list[tuple[int, int, int]] = []
+        is_open = False
+        for start, num_bytes, num_lines, ends_open in frames:
+            if is_open:
+                first, size, count = rows.pop()
+                rows.append((first, size + num_bytes, count + num_lines))
+            else:
+                rows.append((start, num_bytes, num_lines))
+            is_open = ends_open
+        if is_open:  # the last line has no newline
+            first, size, count = rows.pop()
+            rows.append((first, size, count + 1))
+        table = np.array([row for row in rows if row[2]], dtype=np.int64).reshape(-1, 3)
+        return Scan(table[:, 0], table[:, 1], table[:, 2])
+
+    def decode(self, path: str, about: Mapping[str, Any], start: int, content: bytes) -> Sequence[Sample]:
+        """Return the samples of a record."""
+        try:
+            parts = []
+            while content:
+                unpacker = self.make_unpacker()
+                parts.append(unpacker.decompress(content))
+                if not unpacker.eof:
+                    raise ValueError("a frame was cut")
+                content = unpacker.unused_data
+        except Exception as error:  # each package has errors of its own
+            message = f"{path}: the frame at byte {start} must be whole, but: {error}; fetch the file again"
+            raise BadSample(message, path=path, key=str(start), reason=str(error)) from error
+        lines = b"".join(parts).split(b"\n")
+        return [_read_line(line, path, start) for line in lines if line.strip()]
+
+    def encode(self, samples: Sequence[Sample]) -> bytes:
+        """Return lines in frames."""
+        frames, lines, size = [], [], 0
+        for sample in samples:
+            lines.append(_write_line(sample))
+            size += len(lines[-1])
+            if size >= _FRAME_BYTES:
+                frames.append(self.pack(b"".join(lines)))
+                lines, size = [], 0
+        return b"".join([*frames, self.pack(b"".join(lines))] if lines else frames)
+
+
+class JsonLinesGzip(_Packed):
+    """Lines of JSON, packed by gzip; members of a file are read alone."""
+
+    name: ClassVar[str] = "jsonl_gz"
+    suffixes: ClassVar[tuple[str, ...]] = (".jsonl.gz", ".ndjson.gz", ".json.gz")
+
+    def make_unpacker(self) -> Any:
+        """Return what unpacks one member."""
+        return zlib.decompressobj(wbits=31)
+
+    def pack(self, content: bytes) -> bytes:
+        """Return one member, without a time."""
+        return gzip.compress(content, compresslevel=6, mtime=0)
+
+
+class JsonLinesZstd(_Packed):
+    """Lines of JSON, packed by Zstandard; frames of a file are read alone."""
+
+    name: ClassVar[str] = "jsonl_zst"
+    suffixes: ClassVar[tuple[str, ...]] = (".jsonl.zst", ".ndjson.zst", ".json.zst")
+
+    def make_unpacker(self) -> Any:
+        """Return what unpacks one frame."""
+        return _import_zstandard().ZstdDecompressor().decompressobj()
+
+    def pack(self, content: bytes) -> bytes:
+        """Return one frame, with a checksum."""
+        packed: bytes = _import_zstandard().ZstdCompressor(level=3, write_checksum=True).compress(content)
+        return packed
+
+
+def _import_zstandard() -> Any:
+    try:
+        import zstandard
+    except ImportError as error:
+        raise missing_extra("zstandard", "formats", "reading and writing Zstandard files") from error
+    return zstandard
+
+
+def _find_frames(
+    make_unpacker: Callable[[], Any], storage: Storage, file: FileInfo
+) -> list[tuple[int, int, int, bool]]:
+    """Return first byte, size, newlines of each frame, and whether it ends inside a line."""
+    frames, start = [], 0
+    with StorageFile(storage, file) as opened:
+        while start < file.num_bytes:
+            unpacker, position, num_lines, last = make_unpacker(), start, 0, b"\n"
+            while not unpacker.eof:
+                part = opened.read_at(position, _PART_BYTES)
+                try:
+                    unpacked = unpacker.decompress(part) if part else b""
+                except Exception as error:
+                    raise DataError(f"{file.path} must hold whole frames, but that at byte {start}: {error}") from error
+                if not part:
+                    raise DataError(f"{file.path} must end with a whole frame, but that at byte {start} was cut")
+                position += len(part)
+                num_lines += unpacked.count(b"\n")
+                last = unpacked[-1:] or last
+            position -= len(unpacker.unused_data)
+            frames.append((start, position - start, num_lines, last != b"\n"))
+            start = position
+    return frames
+
+
+def _read_line(line: bytes, path: str, start: int) -> Sample:
+    try:
+        sample = json.loads(line)
+        if not isinstance(sample, dict):
+            raise ValueError(f"it is no object but {type(sample).__name__}")
+        return {name: _read_value(value) for name, value in flatten(_hide(sample)).items()}
+    except (ValueError, KeyError, TypeError) as error:
+        message = f"{path}: the line at byte {start} must be a JSON object, but: {error}; mend or remove it"
+        raise BadSample(message, path=path, key=str(start), reason=str(error)) from error
+
+
+class _Hidden:
+    """A mapping that is one value."""
+
+    def __init__(self, value: dict[str, Any]) -> None:
+        self.value = value
+
+
+def _hide(value: Any) -> Any:
+    """Return a tree whose bytes and arrays are no mappings."""
+    if not isinstance(value, dict):
+        return value
+    if _BASE64 in value and value.keys() <= {_BASE64, "dtype", "shape"}:
+        return _Hidden(value)
+    return {name: _hide(inner) for name, inner in value.items()}
+
+
+def _read_value(value: Any) -> Any:
+    if not isinstance(value, _Hidden):
+        return value
+    content = base64.b64decode(value.value[_BASE64], validate=True)
+    if "dtype" not in value.value:
+        return content
+    return np.frombuffer(content, dtype=value.value["dtype"]).reshape(value.value["shape"])
+
+
+def _write_line(sample: Sample) -> bytes:
+    tree = nest({name: _write_value(value) for name, value in sample.items()})
+    try:
+        return json.dumps(tree, ensure_ascii=False).encode() + b"\n"
+    except TypeError as error:
+        raise DataError(f"a leaf must be bytes, text, a number, an array or JSON, but: {error}; convert it") from error
+
+
+def _write_value(value: Any) -> Any:
+    if isinstance(value, bytes):
+        return {_BASE64: base64.b64encode(value).decode()}
+    if isinstance(value, np.ndarray):
+        content = base64.b64encode(np.ascontiguousarray(value).tobytes()).decode()
+        return {_BASE64: content, "dtype": value.dtype.str, "shape": list(value.shape)}
+    return value

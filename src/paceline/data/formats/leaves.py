@@ -1,0 +1,159 @@
+"""A sample's leaves: values under dotted names; and each leaf as bytes under a name that says its type.
+
+A leaf ``mask`` that holds an array is the bytes of an ``.npy`` file under the name ``mask.npy``, as files of a tar
+shard are named. Formats without types of their own keep leaves so.
+"""
+
+import io
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from paceline.errors import DataError
+
+Sample = dict[str, Any]
+"""Leaves by dotted name: bytes, text, numbers, arrays, or what JSON holds; under `KEY` the sample's own name."""
+
+KEY = "__key__"
+"""Name of the leaf that holds the sample's own name."""
+IMAGE_TYPES = {b"\x89PNG\r\n\x1a\n": "png", b"\xff\xd8\xff": "jpg", b"BM": "bmp", b"GIF8": "gif"}
+"""First bytes of image files, and the ending of their names."""
+
+_INTEGERS = frozenset({"cls", "cls2", "index", "count", "id"})
+_TEXTS = frozenset({"txt", "text", "transcript"})
+_JSON = frozenset({"json", "jsn"})
+_BYTES = frozenset(
+    {"bin", "png", "jpg", "jpeg", "webp", "bmp", "gif", "tif", "tiff", "ppm", "wav", "flac", "mp3", "mp4"}
+)
+_KNOWN = _INTEGERS | _TEXTS | _JSON | _BYTES | {"npy"}
+
+
+def find_image_type(content: object) -> str:
+    """Return the ending of an image file's name, such as ``png``, by its first bytes; empty if it is none."""
+    if not isinstance(content, bytes):
+        return ""
+    if content[:4] == b"RIFF" and content[8:12] == b"WEBP":
+        return "webp"
+    return next((ending for magic, ending in IMAGE_TYPES.items() if content.startswith(magic)), "")
+
+
+def flatten(sample: Mapping[str, Any], prefix: str = "") -> Sample:
+    """Return the leaves of nested mappings under dotted names; tensors and array scalars as NumPy's and Python's."""
+    flat: Sample = {}
+    for name, value in sample.items():
+        if isinstance(value, Mapping) and value:
+            flat |= flatten(value, f"{prefix}{name}.")
+        elif isinstance(value, torch.Tensor):
+            flat[f"{prefix}{name}"] = value.detach().cpu().numpy()
+        else:
+            flat[f"{prefix}{name}"] = value.item() if isinstance(value, np.generic) else value
+    return flat
+
+
+def nest(sample: Sample) -> dict[str, Any]:
+    """Return nested mappings of leaves with dotted names."""
+    if not any("." in name for name in sample):
+        return sample
+    tree: dict[str, Any] = {}
+    for name, value in sample.items():
+        *path, last = name.split(".")
+        place = tree
+        for part in path:
+            inner = place.setdefault(part, {})
+            if not isinstance(inner, dict):
+                raise DataError(
+                    f"a leaf must hold a value or further leaves, but {part} holds both; rename one of them"
+                )
+            place = inner
+        place[last] = value
+    return tree
+
+
+def encode_leaves(sample: Sample) -> list[tuple[str, bytes]]:
+    """Return the leaves as bytes, each under its name with the ending of its type; without the sample's own name.
+
+    Raises:
+        DataError: A leaf is of a type that no format stores.
+    """
+    return [encode_leaf(name, value) for name, value in sample.items() if name != KEY]
+
+
+def encode_leaf(name: str, value: Any) -> tuple[str, bytes]:
+    """Return a leaf's name with the ending of its type, and its bytes: see `encode_leaves`."""
+    if isinstance(value, bytes | bytearray | memoryview):
+        content = bytes(value)
+        ending = find_image_type(content) or "bin"
+        return (name if name == ending else f"{name}.{ending}"), content
+    if isinstance(value, str):
+        return _with_ending(name, _TEXTS, "txt"), value.encode()
+    if isinstance(value, int) and not isinstance(value, bool):
+        return _with_ending(name, _INTEGERS, "cls"), str(value).encode()
+    if isinstance(value, np.ndarray) and value.dtype.kind in "biufc":
+        return _with_ending(name, {"npy"}, "npy"), encode_array(value)
+    try:
+        return _with_ending(name, _JSON, "json"), json.dumps(value, ensure_ascii=False).encode()
+    except (TypeError, ValueError) as error:
+        raise DataError(
+            f"a leaf must be bytes, text, a number, an array or JSON, but {name} is {type(value).__name__}; convert it"
+        ) from error
+
+
+def _with_ending(name: str, endings: frozenset[str] | set[str], ending: str) -> str:
+    return name if name in endings else f"{name}.{ending}"
+
+
+def decode_leaves(fields: Sequence[tuple[str, bytes]]) -> Sample:
+    """Return the leaves of named bytes; those with an ending that is not known stay bytes.
+
+    Raises:
+        ValueError: Bytes are not what their ending says.
+    """
+    names = [_part_ending(name) for name, _ in fields]
+    bare = [name for name, _ in names]
+    is_clear = len(set(bare)) == len(bare)
+    return {
+        (name if is_clear else field): decode_leaf(ending, content)
+        for (name, ending), (field, content) in zip(names, fields, strict=True)
+    }
+
+
+def _part_ending(field: str) -> tuple[str, str]:
+    """Return a leaf's name and the ending that says its type: ``("image", "png")`` for ``image.png``."""
+    name, _, ending = field.rpartition(".")
+    ending = ending.lower()
+    return (name, ending) if name and ending in _KNOWN else (field, ending)
+
+
+def decode_leaf(ending: str, content: bytes) -> Any:
+    """Return the value of a leaf's bytes: see `decode_leaves`."""
+    if ending in _BYTES:
+        return content
+    if ending in _INTEGERS:
+        return int(content)
+    if ending in _TEXTS:
+        return content.decode()
+    if ending in _JSON:
+        return json.loads(content)
+    if ending == "npy":
+        return decode_array(content)
+    return content
+
+
+def encode_array(array: np.ndarray[Any, np.dtype[Any]]) -> bytes:
+    """Return the bytes of an ``.npy`` file."""
+    buffer = io.BytesIO()
+    np.lib.format.write_array(buffer, np.asarray(array), allow_pickle=False)
+    return buffer.getvalue()
+
+
+def decode_array(content: bytes) -> np.ndarray[Any, np.dtype[Any]]:
+    """Return the array of an ``.npy`` file; objects, which would run code, are refused.
+
+    Raises:
+        ValueError: The bytes are no array.
+    """
+    array = np.lib.format.read_array(io.BytesIO(content), allow_pickle=False)
+    return np.asarray(array)

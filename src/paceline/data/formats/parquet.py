@@ -1,0 +1,88 @@
+"""Parquet files: a record is a row group."""
+
+import base64
+import functools
+import io
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+import numpy as np
+
+from paceline.data.formats.base import Format, Scan
+from paceline.data.formats.columns import Rows, check_leaves, count_group_rows, import_pyarrow, make_table
+from paceline.data.formats.files import RangeReader
+from paceline.data.formats.leaves import Sample
+from paceline.data.storage import FileInfo, Storage
+from paceline.errors import BadSample, DataError
+
+
+class Parquet(Format):
+    """Parquet files; columns are leaves. One sample costs the reading of its row group: write small ones."""
+
+    name: ClassVar[str] = "parquet"
+    suffixes: ClassVar[tuple[str, ...]] = (".parquet", ".pq")
+    is_grouped: ClassVar[bool] = True
+
+    def scan(self, storage: Storage, file: FileInfo) -> Scan:
+        """Read the footer."""
+        pyarrow = import_pyarrow()
+        try:
+            opened = pyarrow.parquet.ParquetFile(RangeReader(storage, file.path, file.num_bytes))
+            metadata = opened.metadata
+        except (pyarrow.ArrowException, OSError) as error:
+            raise DataError(f"{file.path} must be a whole Parquet file, but: {error}; fetch it again") from error
+        rows = [
+            (*_find_range(metadata.row_group(place)), metadata.row_group(place).num_rows)
+            for place in range(metadata.num_row_groups)
+        ]
+        table = np.array([row for row in rows if row[2]], dtype=np.int64).reshape(-1, 3)
+        footer = io.BytesIO()
+        metadata.write_metadata_file(footer)
+        about = {"footer": base64.b64encode(footer.getvalue()).decode(), "num_bytes": file.num_bytes}
+        return Scan(table[:, 0], table[:, 1], table[:, 2], about=about)
+
+    def decode(self, path: str, about: Mapping[str, Any], start: int, content: bytes) -> Sequence[Sample]:
+        """Return the samples of a row group."""
+        pyarrow = import_pyarrow()
+        metadata, starts = _read_footer(about["footer"])
+        try:
+            opened = pyarrow.parquet.ParquetFile(
+                RangeReader(None, path, about["num_bytes"], (start, content)),
+                metadata=metadata,
+                page_checksum_verification=True,
+            )
+            return Rows(opened.read_row_group(starts[start], use_threads=False))
+        except (pyarrow.ArrowException, OSError, ValueError) as error:
+            message = f"{path}: the row group at byte {start} must be whole, but: {error}; fetch the file again"
+            raise BadSample(message, path=path, key=str(start), reason=str(error)) from error
+
+    def encode(self, samples: Sequence[Sample]) -> bytes:
+        """Return a file of small row groups whose pages have checksums."""
+        check_leaves(samples)
+        table, buffer = make_table(samples), io.BytesIO()
+        rows = count_group_rows(samples, table)
+        import_pyarrow().parquet.write_table(
+            table, buffer, row_group_size=rows, compression="zstd", use_dictionary=False, write_page_checksum=True
+        )
+        return buffer.getvalue()
+
+
+@functools.lru_cache(maxsize=64)
+def _read_footer(footer: str) -> tuple[Any, dict[int, int]]:
+    """Return the metadata, and the number of each row group by its first byte."""
+    metadata = import_pyarrow().parquet.read_metadata(io.BytesIO(base64.b64decode(footer)))
+    groups = range(metadata.num_row_groups)
+    return metadata, {_find_range(metadata.row_group(place))[0]: place for place in groups}
+
+
+def _find_range(group: Any) -> tuple[int, int]:
+    """Return first byte and size of a row group."""
+    begins, ends = [], []
+    for place in range(group.num_columns):
+        column = group.column(place)
+        pages = [column.data_page_offset]
+        if column.has_dictionary_page:
+            pages.append(column.dictionary_page_offset)
+        begins.append(min(pages))
+        ends.append(min(pages) + column.total_compressed_size)
+    return min(begins), max(ends) - min(begins)

@@ -1,0 +1,211 @@
+"""Conversion of a data set into shards of any format: balanced, in parallel, and resumable after a kill.
+
+Two passes. First, parts of the input of one fixed size are read, given to hooks and kept as bytes; the sizes are then
+known, and a plan says which sample stands in which shard. Then each shard is written. Parts, plan and shards depend on
+the input and the settings alone, so that the output has the same bytes at any number of processes. What is finished
+stays when the process is killed; the next call with the same input and settings goes on.
+"""
+
+import json
+import shutil
+import struct
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from paceline.data.formats import find_format
+from paceline.data.formats.index import write_index
+from paceline.data.formats.leaves import KEY, Sample, decode_leaves, encode_leaves, flatten, nest
+from paceline.data.formats.manifest import DataManifest
+from paceline.data.formats.opening import INDEX_FOLDER, open_place
+from paceline.data.formats.parallel import map_in_processes
+from paceline.data.formats.source import FileSource
+from paceline.data.storage import LocalStorage
+from paceline.errors import DataError, SettingsError
+
+PART_SAMPLES = 1024
+"""Samples of the input that are read, given to hooks and kept as one part."""
+_LENGTHS = struct.Struct("<II")
+_WORK = f"{INDEX_FOLDER}/prepare"
+_BALANCE = 1.1
+"""Largest ratio of the largest to the smallest shard that a plan in the samples' order may have."""
+
+Hook = Callable[[list[dict[str, Any]]], Iterable[dict[str, Any]]]
+"""A function that makes samples of samples: a filter, or for instance what turns text into tokens."""
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """What a conversion has made."""
+
+    manifest: DataManifest
+    num_read: int
+    """Samples of the input."""
+    num_samples: int
+    """Samples of the output."""
+    balance: tuple[float, float]
+    """Bytes, and number of samples, of the largest shard over those of the smallest."""
+
+
+def prepare(
+    source: FileSource,
+    out: Path,
+    format: str,
+    shard_bytes: int,
+    *,
+    num_processes: int = 1,
+    hook: Hook | None = None,
+    hook_name: str = "",
+) -> Prepared:
+    """Convert a data set.
+
+    Args:
+        source: Samples to convert.
+        out: Folder for the shards, which must be empty or hold an unfinished conversion of the same.
+        format: Name of the output's format.
+        shard_bytes: Size of a shard, about.
+        num_processes: Number of processes that read, convert and write.
+        hook: Function that makes samples of each 1,024 samples.
+        hook_name: Name of the hook, by which an unfinished conversion is told from others.
+
+    Raises:
+        DataError: Samples are damaged, or the format cannot hold them.
+        SettingsError: `out` holds something else.
+    """
+    identity = {"data": source.fingerprint, "format": format, "shard_bytes": shard_bytes, "hook": hook_name}
+    storage = _open_out(out, identity)
+    parts = range(-(-len(source) // PART_SAMPLES))
+    read = partial(_read_part, source, storage, hook)
+    sizes = [np.frombuffer(content, dtype="<i8") for content in map_in_processes(read, parts, num_processes)]
+    ends = np.cumsum([len(part) for part in sizes])
+    all_sizes = np.concatenate(sizes)
+    if not len(all_sizes):
+        raise DataError(f"samples must be left for {out}, but the hook has left none of {len(source)}; change it")
+    form = find_format(format, ())
+    shards = plan_shards(all_sizes, shard_bytes, keeps_order=form.is_one_shard or form.is_strided)
+    write = partial(_write_shard, storage, format, ends, shards)
+    list(map_in_processes(write, range(len(shards)), num_processes))
+    place = open_place(storage)
+    form.finish(storage, place.list_files())
+    manifest = write_index(place, format, num_processes=num_processes)
+    shutil.rmtree(out / _WORK)
+    by_bytes = [int(all_sizes[shard].sum()) for shard in shards]
+    return Prepared(
+        manifest,
+        len(source),
+        len(all_sizes),
+        (max(by_bytes) / max(1, min(by_bytes)), max(map(len, shards)) / min(map(len, shards))),
+    )
+
+
+def plan_shards(sizes: NDArray[np.int64], shard_bytes: int, *, keeps_order: bool = False) -> list[NDArray[np.int64]]:
+    """Return the samples of each shard, in their order.
+
+    Shards have the same number of samples, but for one. Samples stay in their order where that balances bytes to a
+    tenth. Otherwise they are dealt in rounds by size, the largest of a round to the shard that is lightest so far.
+
+    Args:
+        sizes: Size of each sample in bytes.
+        shard_bytes: Size of a shard, about.
+        keeps_order: Whether samples stay in their order in any case.
+    """
+    num_shards = int(min(max(1, round(sizes.sum() / shard_bytes)), len(sizes)))
+    if num_shards > 1 and len(sizes) // num_shards < 10:  # one sample more would be more than a tenth
+        num_shards = max(1, max((n for n in range(1, num_shards + 1) if len(sizes) % n == 0), default=1))
+    in_order = np.array_split(np.arange(len(sizes)), num_shards)
+    weights = [int(sizes[shard].sum()) for shard in in_order]
+    if keeps_order or max(weights) <= _BALANCE * min(weights):
+        return in_order
+    by_size = np.argsort(-sizes, kind="stable")
+    loads = np.zeros(num_shards, dtype=np.int64)
+    owner = np.empty(len(sizes), dtype=np.int64)
+    for begin in range(0, len(sizes), num_shards):
+        dealt = by_size[begin : begin + num_shards]
+        lightest = np.argsort(loads, kind="stable")[: len(dealt)]
+        owner[dealt] = lightest
+        loads[lightest] += sizes[dealt]
+    return [np.flatnonzero(owner == shard) for shard in range(num_shards)]
+
+
+def _open_out(out: Path, identity: dict[str, Any]) -> LocalStorage:
+    """Return the storage of the output, which is empty or holds an unfinished conversion of the same.
+
+    Raises:
+        SettingsError: The folder holds something else.
+    """
+    out.mkdir(parents=True, exist_ok=True)
+    storage, mark = LocalStorage(out), f"{_WORK}/settings.json"
+    document = json.dumps(identity, sort_keys=True).encode()
+    if storage.find(mark) is None:
+        if any(out.iterdir()):
+            raise SettingsError(f"the folder for prepared data must be empty, but {out} is not; give another")
+        storage.write(mark, document)
+    elif storage.read(mark) != document:
+        raise SettingsError(
+            f"{out} must hold an unfinished conversion with these settings to go on, but holds one with "
+            f"{storage.read(mark).decode()}; remove it, or give another folder"
+        )
+    return storage
+
+
+def _read_part(source: FileSource, storage: LocalStorage, hook: Hook | None, number: int) -> bytes:
+    """Keep the samples of a part of the input, after the hook, and return their sizes."""
+    path = f"{_WORK}/part-{number:06d}"
+    if storage.find(f"{path}.sizes") is None:
+        indices = np.arange(number * PART_SAMPLES, min((number + 1) * PART_SAMPLES, len(source)))
+        samples: Iterable[Sample] = source.read_leaves(indices)
+        if hook is not None:
+            samples = map(flatten, hook([nest(sample) for sample in samples]))
+        kept = [_pack(sample) for sample in samples]
+        storage.write(f"{path}.samples", b"".join(kept))
+        storage.write(f"{path}.sizes", np.array([len(one) for one in kept], dtype="<i8").tobytes())
+    return storage.read(f"{path}.sizes")
+
+
+def _write_shard(
+    storage: LocalStorage, format: str, ends: NDArray[np.int64], shards: Sequence[NDArray[np.int64]], number: int
+) -> None:
+    mark = f"{_WORK}/shard-{number:06d}.written"
+    if storage.find(mark) is None:
+        samples = list(_read_kept(storage, ends, shards[number]))
+        find_format(format, ()).write(storage, f"shard-{number:06d}", samples)
+        storage.write(mark, b"")
+
+
+def _read_kept(storage: LocalStorage, ends: NDArray[np.int64], indices: NDArray[np.int64]) -> Iterator[Sample]:
+    """Yield samples of the parts."""
+    parts = np.searchsorted(ends, indices, side="right")
+    begins = np.concatenate([[0], ends])
+    for part in np.unique(parts).tolist():
+        path = f"{_WORK}/part-{part:06d}"
+        sizes = np.frombuffer(storage.read(f"{path}.sizes"), dtype="<i8")
+        places = np.concatenate([[0], np.cumsum(sizes)])
+        rows = (indices[parts == part] - begins[part]).tolist()
+        contents = storage.read_ranges(f"{path}.samples", [(int(places[row]), int(sizes[row])) for row in rows])
+        yield from map(_unpack, contents)
+
+
+def _pack(sample: Sample) -> bytes:
+    key = str(sample.get(KEY, "")).encode()
+    parts = [struct.pack("<I", len(key)), key]
+    for name, content in encode_leaves(sample):
+        encoded = name.encode()
+        parts += [_LENGTHS.pack(len(encoded), len(content)), encoded, content]
+    return b"".join(parts)
+
+
+def _unpack(content: bytes) -> Sample:
+    (size,) = struct.unpack_from("<I", content)
+    key, place, fields = content[4 : 4 + size].decode(), 4 + size, []
+    while place < len(content):
+        length, num_bytes = _LENGTHS.unpack_from(content, place)
+        place += _LENGTHS.size
+        fields.append((content[place : place + length].decode(), content[place + length : place + length + num_bytes]))
+        place += length + num_bytes
+    sample = decode_leaves(fields)
+    return {KEY: key, **sample} if key else sample

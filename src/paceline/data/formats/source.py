@@ -1,0 +1,298 @@
+"""Files of any format as a source of samples."""
+
+import copy
+import threading
+import warnings
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from itertools import accumulate
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from paceline.data.base import Source, Spec
+from paceline.data.formats.index import find_index, stride_rows
+from paceline.data.formats.leaves import KEY, Sample, find_image_type, nest
+from paceline.data.formats.manifest import DataManifest
+from paceline.data.formats.opening import open_place
+from paceline.data.formats.verified import VerifiedStorage
+from paceline.data.image_decoding import decode_image
+from paceline.data.map_source import CollateFn, collate
+from paceline.data.orders import Indices
+from paceline.data.randomness import seed_generators
+from paceline.data.storage import Storage
+from paceline.errors import BadSample, DataError
+
+_KEPT_BYTES = 64 << 20
+"""Size of the groups of samples that stay decoded, by the bytes that they were read from."""
+
+
+class NoIndexWarning(UserWarning):
+    """Data has no index, so that its content cannot be compared with anything."""
+
+
+class Extent(NamedTuple):
+    """A range of a file's bytes."""
+
+    path: str
+    start: int
+    num_bytes: int
+
+
+class _Fetched(NamedTuple):
+    """A sample that was fetched: the bytes of its record, or the decoded sample of a group."""
+
+    content: bytes | Sample
+    path: str = ""
+    about: Mapping[str, Any] = MappingProxyType({})
+    start: int = 0
+
+
+class FileSource(Source):
+    """Samples of files: of tar shards, Parquet, TFRecord, JSONL, MDS, image folders, tokens or text.
+
+    A sample is a tree: a mapping of leaves by name, nested where names have dots. Only the bytes of the samples that
+    are asked for are read, or of the groups that hold them.
+
+    Args:
+        path: Folder, file, or storage of the data.
+        format: Name of the format; ``auto`` for what the files' names say.
+        transform: Function that makes a sample of a model from a tree of leaves, in which images are still bytes; by
+            default images become tensors [channels, height, width] of bytes and all else stays.
+        collate_fn: Function that makes a batch from a list of samples; by default it stacks them.
+        sequence_length: Number of tokens of a sample, for tokens and for text: see `TokenFiles`.
+        snapshot: Fingerprint, or its first characters, that the data must have.
+        verify: Whether to compare each block of 1 MiB with its digest when it is first touched, which reads all of it.
+        spec: Sizes for models that are built from settings.
+
+    Attributes:
+        storage: Storage of the files.
+        manifest: Files and digests.
+
+    Raises:
+        DataError: Files are missing, changed since the index was made, damaged, or of no format.
+    """
+
+    decodes_samples = True
+
+    def __init__(
+        self,
+        path: str | Path | Storage,
+        *,
+        format: str = "auto",
+        transform: Callable[[dict[str, Any]], Any] | None = None,
+        collate_fn: CollateFn | None = None,
+        sequence_length: int | None = None,
+        snapshot: str = "",
+        verify: bool = False,
+        spec: Spec | None = None,
+    ) -> None:
+        place = open_place(path)
+        self._place = str(place)
+        self._index = find_index(place, format, sequence_length)
+        self.manifest: DataManifest = self._index.manifest
+        self.manifest.check_snapshot(snapshot, self._place)
+        if not self.manifest.has_digests:
+            warnings.warn(
+                f"{self._place} has no index, so that only sizes of files identify its content; make one: "
+                f"paceline data index {self._place}",
+                NoIndexWarning,
+                stacklevel=2,
+            )
+        self.storage: Storage = VerifiedStorage(place.storage, self.manifest) if verify else place.storage
+        self._transform, self._collate_fn, self.spec = transform, collate_fn, spec or Spec()
+        self.stacks, self.is_thread_safe = collate_fn is None, transform is None and collate_fn is None
+        files = self.manifest.files
+        self._record_ends = np.fromiter(accumulate(file.num_records for file in files), np.int64, len(files))
+        counts = self._index.counts
+        self._sample_ends = None if counts is None else np.cumsum(counts)
+        self._num_samples = sum(file.num_samples for file in files)
+        if not self._num_samples:
+            raise DataError(f"{self._place} must hold samples, but its {len(files)} files hold none; check the path")
+        self._shard_sizes = (
+            [self._num_samples] if self._index.form.is_one_shard else [file.num_samples for file in files]
+        )
+        self._lock = threading.Lock()
+        self._kept: OrderedDict[int, tuple[Sequence[Sample], int]] = OrderedDict()
+
+    def __len__(self) -> int:
+        """Return the number of samples."""
+        return self._num_samples
+
+    def __str__(self) -> str:
+        return f"{self._num_samples} samples in {len(self.manifest.files)} files of {self._place}"
+
+    @property
+    def shard_sizes(self) -> list[int]:
+        """Number of samples of each shard, in the order of the files."""
+        return self._shard_sizes
+
+    @property
+    def fingerprint(self) -> str:
+        """Identifier of the data's content, which all workers must have alike: see `DataManifest`."""
+        return self.manifest.fingerprint
+
+    def transformed(self, transform: Callable[[dict[str, Any]], Any], *, is_thread_safe: bool = False) -> "FileSource":
+        """Return the source with another function that makes samples; it shares the index."""
+        other = copy.copy(self)
+        other._transform, other.is_thread_safe = transform, is_thread_safe
+        return other
+
+    def locate(self, indices: Indices) -> list[Extent]:
+        """Return the ranges of bytes that reading samples touches, in their order; of samples in one group, one."""
+        records, _ = self._find_records(np.asarray(indices, dtype=np.int64))
+        files, rows = self._find_rows(records)
+        names = self.manifest.files
+        extents = [Extent(names[file].path, *row) for file, row in zip(files.tolist(), rows.tolist(), strict=True)]
+        return list(dict.fromkeys(extents))
+
+    def read(self, indices: Indices) -> Any:
+        """Return samples, transformed and collated.
+
+        Raises:
+            BadSample: A sample is damaged.
+            DataError: A file cannot be read, or samples cannot be stacked.
+        """
+        return self.collate(self.decode(self.fetch(indices)))
+
+    def fetch(self, indices: Indices) -> list[_Fetched]:
+        """Return samples as bytes of the files; those of a group, such as rows of Parquet, are decoded already.
+
+        Raises:
+            BadSample: A sample's group is damaged.
+            DataError: A file cannot be read.
+        """
+        records, within = self._find_records(np.asarray(indices, dtype=np.int64))
+        if within is None:
+            return self._fetch_records(records)
+        groups = {record: self._read_group(record) for record in dict.fromkeys(records.tolist())}
+        return [_Fetched(groups[record][row]) for record, row in zip(records.tolist(), within.tolist(), strict=True)]
+
+    def decode(self, fetched: list[_Fetched], seeds: Sequence[int] | None = None) -> list[Any]:
+        """Return samples, transformed; with seeds each has its own random numbers if the function is the user's.
+
+        Raises:
+            BadSample: A sample is damaged.
+        """
+        samples = []
+        for number, one in enumerate(fetched):
+            if seeds is not None and not self.is_thread_safe:
+                seed_generators(seeds[number])
+            samples.append(self._make(nest(self._decode_leaves(one))))
+        return samples
+
+    def collate(self, samples: list[Any]) -> Any:
+        """Return a batch of samples.
+
+        Raises:
+            DataError: Samples cannot be stacked.
+        """
+        return collate(samples, self._collate_fn)
+
+    def read_trees(self, indices: Indices) -> list[dict[str, Any]]:
+        """Return samples as the files hold them: trees of leaves, images still as bytes.
+
+        Raises:
+            BadSample: A sample is damaged.
+            DataError: A file cannot be read.
+        """
+        return [nest(sample) for sample in self.read_leaves(indices)]
+
+    def read_leaves(self, indices: Indices) -> list[Sample]:
+        """Return samples as the files hold them, with dotted names in place of trees."""
+        return [self._decode_leaves(one) for one in self.fetch(indices)]
+
+    def __getitem__(self, index: int) -> Any:
+        """Return one sample, transformed."""
+        if not -self._num_samples <= index < self._num_samples:
+            raise IndexError(f"{self} have no sample {index}")
+        return self._make(self.read_trees(np.array([index % self._num_samples]))[0])
+
+    def _make(self, tree: dict[str, Any]) -> Any:
+        key = str(tree.get(KEY, ""))
+        try:
+            if self._transform is not None:
+                return self._transform(tree)
+            return _decode_images({name: value for name, value in tree.items() if name != KEY})
+        except DataError as error:
+            message = f"sample {key!r} of {self._place} must be readable, but: {error}"
+            raise BadSample(message, path=self._place, key=key, reason=str(error)) from error
+
+    def _find_records(self, indices: Indices) -> tuple[NDArray[np.int64], NDArray[np.int64] | None]:
+        """Return the records of samples, and their places in these; None where each record holds one."""
+        if self._sample_ends is None:
+            return indices, None
+        records = np.searchsorted(self._sample_ends, indices, side="right")
+        begins = np.concatenate([[0], self._sample_ends])
+        return records, indices - begins[records]
+
+    def _find_rows(self, records: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Return the number of the file of each record, and its place there."""
+        files = np.searchsorted(self._record_ends, records, side="right")
+        if self._index.table is not None:
+            return files, self._index.table.look_up(records)
+        assert self._index.strides is not None
+        begins = np.concatenate([[0], self._record_ends])
+        rows = [
+            stride_rows(self._index.strides[file], np.array([record - begins[file]]))[0]
+            for file, record in zip(files.tolist(), records.tolist(), strict=True)
+        ]
+        return files, np.stack(rows) if rows else np.zeros((0, 2), np.int64)
+
+    def _fetch_records(self, records: NDArray[np.int64]) -> list[_Fetched]:
+        files, rows = self._find_rows(records)
+        numbers, ranges = files.tolist(), rows.tolist()
+        by_file: dict[int, list[int]] = {}
+        for place, number in enumerate(numbers):
+            by_file.setdefault(number, []).append(place)
+        read: list[_Fetched] = [_Fetched(b"")] * len(numbers)
+        about = self.manifest.about
+        for number, places in by_file.items():
+            file = self.manifest.files[number]
+            contents = self.storage.read_ranges(file.path, [ranges[place] for place in places])
+            facts = {**about, **file.about} if file.about else about
+            for place, content in zip(places, contents, strict=True):
+                read[place] = _Fetched(content, file.path, facts, ranges[place][0])
+        return read
+
+    def _decode_record(self, fetched: _Fetched) -> Sequence[Sample]:
+        assert isinstance(fetched.content, bytes)
+        return self._index.form.decode(fetched.path, fetched.about, fetched.start, fetched.content)
+
+    def _decode_leaves(self, fetched: _Fetched) -> Sample:
+        return self._decode_record(fetched)[0] if isinstance(fetched.content, bytes) else fetched.content
+
+    def _read_group(self, record: int) -> Sequence[Sample]:
+        """Return the samples of a record, which stay decoded for a while."""
+        with self._lock:
+            if record in self._kept:
+                self._kept.move_to_end(record)
+                return self._kept[record][0]
+        rows = np.array([record])
+        samples = self._decode_record(self._fetch_records(rows)[0])
+        with self._lock:
+            self._kept[record] = samples, int(self._find_rows(rows)[1][0, 1])
+            while len(self._kept) > 1 and sum(size for _, size in self._kept.values()) > _KEPT_BYTES:
+                self._kept.popitem(last=False)
+        return samples
+
+
+def _decode_images(tree: dict[str, Any]) -> dict[str, Any]:
+    """Return a tree with image files as tensors."""
+    decoded: dict[str, Any] = {}
+    for name, value in tree.items():
+        if isinstance(value, dict):
+            decoded[name] = _decode_images(value)
+        else:
+            decoded[name] = to_tensor(decode_image(value, name=name)) if find_image_type(value) else value
+    return decoded
+
+
+def to_tensor(pixels: NDArray[np.uint8]) -> Tensor:
+    """Return an image [height, width, channels] as a tensor [channels, height, width]."""
+    return torch.from_numpy(np.array(pixels).transpose(2, 0, 1).copy())

@@ -1,0 +1,148 @@
+"""Tar shards, named as WebDataset names them: files whose names are equal up to the first dot are one sample.
+
+A record is the part of the shard with all files of one sample, headers included, so that one ranged read has it.
+"""
+
+import io
+import tarfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, ClassVar
+
+import numpy as np
+
+from paceline.data.formats.base import Format, Scan
+from paceline.data.formats.files import StorageFile
+from paceline.data.formats.leaves import KEY, Sample, decode_leaves, encode_leaves
+from paceline.data.storage import FileInfo, Storage
+from paceline.errors import BadSample, DataError
+
+_BLOCK = 512
+_FILES = b"0\0"
+_GLOBAL = ord("g")
+_EXTENDED = b"xgLK"
+"""Types of entries that tell the name or size of the entry after them."""
+
+
+class Tar(Format):
+    """Tar shards with WebDataset names, such as ``000017.jpg`` and ``000017.cls``."""
+
+    name: ClassVar[str] = "tar"
+    suffixes: ClassVar[tuple[str, ...]] = (".tar",)
+
+    def scan(self, storage: Storage, file: FileInfo) -> Scan:
+        """Find the samples of a shard: only headers are read."""
+        rows: list[tuple[int, int]] = []
+        seen: set[str] = set()
+        last = None
+        with StorageFile(storage, file, 1 << 16) as opened:
+            for begin, end, name, _, _ in _list_members(opened.read_at, file.num_bytes, file.path):
+                key, _ = _part_name(name)
+                if key != last and key in seen:
+                    raise DataError(
+                        f"{file.path} must have the files of one sample one after another, but {name} is apart from "
+                        f"others of {key}; write the shard anew, sorted by name"
+                    )
+                if key == last:
+                    rows[-1] = (rows[-1][0], end)
+                else:
+                    rows.append((begin, end))
+                    seen.add(key)
+                last = key
+        bounds = np.array(rows, dtype=np.int64).reshape(-1, 2)
+        return Scan(bounds[:, 0], bounds[:, 1] - bounds[:, 0])
+
+    def decode(self, path: str, about: Mapping[str, Any], start: int, content: bytes) -> Sequence[Sample]:
+        """Return the sample of a record."""
+        key = ""
+        fields = []
+        try:
+            for _, _, name, begin, size in _list_members(
+                lambda start, n: content[start : start + n], len(content), path
+            ):
+                key, field = _part_name(name)
+                fields.append((field, content[begin : begin + size]))
+            return [{KEY: key, **decode_leaves(fields)}]
+        except (ValueError, DataError) as error:
+            message = f"{path}: sample {key!r} must be whole, but: {error}; fetch the shard again"
+            raise BadSample(message, path=path, key=key, reason=str(error)) from error
+
+    def encode(self, samples: Sequence[Sample]) -> bytes:
+        """Return a shard; entries have no times and no owners."""
+        buffer = io.BytesIO()
+        used: set[str] = set()
+        with tarfile.open(fileobj=buffer, mode="w", format=tarfile.GNU_FORMAT) as shard:
+            for number, sample in enumerate(samples):
+                key = str(sample.get(KEY) or f"{number:09d}").replace(".", "_")
+                key = key if key not in used else f"{key}-{number:09d}"
+                used.add(key)
+                for field, content in encode_leaves(sample):
+                    entry = tarfile.TarInfo(f"{key}.{field}")
+                    entry.size = len(content)
+                    shard.addfile(entry, io.BytesIO(content))
+        return buffer.getvalue()
+
+
+def _part_name(name: str) -> tuple[str, str]:
+    """Return a sample's key, with its folders, and the name of one of its leaves."""
+    folder, slash, base = name.rpartition("/")
+    key, _, field = base.partition(".")
+    return folder + slash + key, field or "bin"
+
+
+def _list_members(
+    read_at: Callable[[int, int], bytes], num_bytes: int, path: str
+) -> Iterator[tuple[int, int, str, int, int]]:
+    """Yield each file of a shard: first and last byte with headers, name, place and size of its content.
+
+    Raises:
+        DataError: A header does not have its checksum, or the shard ends inside a file.
+    """
+    position, begin = 0, -1
+    told: dict[str, str] = {}
+    while position + _BLOCK <= num_bytes:
+        header = read_at(position, _BLOCK)
+        if not header[0]:
+            return  # the end: blocks of zeros
+        told_sum = int(header[148:156].strip(b"\0 ") or b"0", 8)
+        if sum(header.translate(None, bytes(1))) - sum(header[148:156]) + 256 != told_sum:
+            raise DataError(f"{path} must have a whole header at byte {position}, but got another checksum")
+        size = int(told.pop("size", "0")) or _read_number(header[124:136])
+        content = position + _BLOCK
+        after = content + -(-size // _BLOCK) * _BLOCK
+        if content + size > num_bytes:
+            raise DataError(f"{path} must hold {size} bytes from byte {content} on, but has {num_bytes}; it was cut")
+        begin = position if begin < 0 else begin
+        kind = header[156]
+        if kind in _FILES:
+            yield begin, min(after, num_bytes), told.pop("path", "") or _read_name(header), content, size
+        elif kind in _EXTENDED:
+            told |= _read_extended(kind, read_at(content, size))
+        if kind not in _EXTENDED or kind == _GLOBAL:
+            begin = -1
+        position = after
+
+
+def _read_name(header: bytes) -> str:
+    name = header[:100].split(b"\0", 1)[0].decode()
+    has_folder = header[257:263] == b"ustar\0" and header[345]
+    return f"{header[345:500].split(bytes(1), 1)[0].decode()}/{name}" if has_folder else name
+
+
+def _read_number(field: bytes) -> int:
+    if field[0] & 0x80:  # of more than 8 GiB
+        return int.from_bytes(field[1:], "big")
+    return int(field.strip(b"\0 ") or b"0", 8)
+
+
+def _read_extended(kind: int, content: bytes) -> dict[str, str]:
+    """Return the name and size that an entry tells of the entry after it."""
+    if kind == ord("L"):
+        return {"path": content.rstrip(b"\0").decode()}
+    told: dict[str, str] = {}
+    while kind == ord("x") and content:
+        length = int(content.split(b" ", 1)[0])
+        name, _, value = content[:length].split(b" ", 1)[1].rstrip(b"\n").partition(b"=")
+        if name in (b"path", b"size"):
+            told[name.decode()] = value.decode()
+        content = content[length:]
+    return told

@@ -1,0 +1,181 @@
+"""All formats: what is written is read again, by any index, and damage is noticed where there are digests."""
+
+import gzip
+import json
+
+import numpy as np
+import pytest
+import torch
+from file_samples import make_images, write_shards
+
+from paceline.data import FileSource
+from paceline.data.formats import FORMATS
+from paceline.data.formats.index import write_index
+from paceline.data.formats.leaves import flatten
+from paceline.data.formats.mds import MDS
+from paceline.data.formats.opening import open_place
+from paceline.data.storage import LocalStorage
+from paceline.errors import BadSample, DataError
+
+TREES = sorted(FORMATS.keys() - {"folder", "tokens", "text"})
+
+
+def make_trees(num_samples):
+    rng = np.random.default_rng(0)
+    return [
+        {
+            "__key__": f"{number:04d}",
+            "image": make_images(1)[0]["image"] + bytes([number]),
+            "mask": rng.integers(0, 2, (2, 3), dtype=np.uint8),
+            "row": rng.integers(0, 99, 1 + number % 4),
+            "label": number % 5,
+            "weight": number / 7,
+            "half": number / 2,
+            "is_good": number % 3 == 0,
+            "words": "ä\n" * number,
+            "boxes": [[number, 1], [2, "x"]],
+            "both": {"left": rng.normal(size=(2, 2)).astype(np.float32), "right": {"name": "r", "empty": b""}},
+        }
+        for number in range(num_samples)
+    ]
+
+
+def assert_same(here, there):
+    assert flatten(here).keys() == flatten(there).keys()
+    for (name, one), other in zip(flatten(here).items(), flatten(there).values(), strict=True):
+        if isinstance(other, np.ndarray):
+            assert (one.dtype, one.shape) == (other.dtype, other.shape), name
+            np.testing.assert_array_equal(one, other)
+        else:
+            assert (type(one), one) == (type(other), other), name
+
+
+@pytest.mark.parametrize("name", TREES)
+def test_trees_of_all_kinds_of_leaves_return_as_they_were(tmp_path, name):
+    trees = make_trees(30)
+    write_shards(tmp_path, name, [flatten(tree) for tree in trees], num_shards=2)
+    source = FileSource(tmp_path)
+    assert source.manifest.format == name, "found by the files' names"
+    assert source.shard_sizes == [15, 15]
+    order = np.random.default_rng(1).permutation(30)
+    for read, index in zip(source.read_trees(order), order, strict=True):
+        by_name = {leaf: read[leaf] for leaf in trees[index]}
+        assert_same(by_name, trees[index])
+        assert read.keys() == trees[index].keys()
+    assert source.manifest.about["largest"] == {"label": 4}
+
+
+@pytest.mark.parametrize("name", TREES)
+def test_one_sample_and_the_same_bytes_for_the_same_samples(tmp_path, name):
+    for folder in ("a", "b"):
+        write_shards(tmp_path / folder, name, [flatten(tree) for tree in make_trees(1)], num_shards=1)
+    assert FileSource(tmp_path / "a").fingerprint == FileSource(tmp_path / "b").fingerprint
+    assert len(FileSource(tmp_path / "a")) == 1
+
+
+@pytest.mark.parametrize("name", TREES)
+def test_the_loader_gives_batches_of_trees(tmp_path, name):
+    samples = make_images(6)
+    write_shards(tmp_path, name, samples)
+    batch = FileSource(tmp_path).read(np.array([5, 0]))
+    assert batch["image"].shape == (2, 3, 12, 12)
+    assert batch["label"].tolist() == [samples[5]["label"], samples[0]["label"]]
+    assert batch["label"].dtype == torch.int64
+
+
+def test_groups_are_read_by_their_range_and_only_once(tmp_path, monkeypatch):
+    big = [{"x": np.arange(4_000), "label": number} for number in range(40)]
+    write_shards(tmp_path, "parquet", big, num_shards=1)
+    source = FileSource(tmp_path)
+    [first, last] = source.locate(np.array([0, 39]))
+    assert first.num_bytes < source.manifest.files[0].num_bytes / 4
+    reads = []
+    read = LocalStorage.read_ranges
+    monkeypatch.setattr(LocalStorage, "read_ranges", lambda *given: reads.append(given[2]) or read(*given))
+    assert [tree["label"] for tree in source.read_trees(np.array([39, 0, 39, 1]))] == [39, 0, 39, 1]
+    source.read_trees(np.array([0, 38]))
+    assert [[tuple(place) for place in given] for given in reads] == [[last[1:]], [first[1:]]]
+
+
+def test_lines_that_others_wrote(tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"text": "one", "meta": {"id": 1}}\n\n{"text": "two", "list": [1.5, 2]}')
+    write_index(open_place(tmp_path), "auto")
+    assert FileSource(tmp_path).read_trees(np.arange(2)) == [
+        {"text": "one", "meta": {"id": 1}},
+        {"text": "two", "list": [1.5, 2]},
+    ]
+    (tmp_path / "a.jsonl").write_text('{"text": 1}\n[1]\n')
+    with pytest.raises(
+        BadSample, match=r"a\.jsonl: the line at byte 12 must be a JSON object, but: it is no object but list"
+    ):
+        write_index(open_place(tmp_path), "auto")
+
+
+def test_frames_that_end_inside_a_line_are_joined(tmp_path):
+    lines = b"".join(json.dumps({"n": number}).encode() + b"\n" for number in range(10))[:-1]
+    (tmp_path / "a.jsonl.gz").write_bytes(
+        b"".join(gzip.compress(part) for part in (lines[:12], lines[12:27], lines[27:]))
+    )
+    write_index(open_place(tmp_path), "auto")
+    source = FileSource(tmp_path)
+    assert [tree["n"] for tree in source.read_trees(np.arange(10))] == list(range(10))
+    content = (tmp_path / "a.jsonl.gz").read_bytes()
+    (tmp_path / "a.jsonl.gz").write_bytes(content[:-5])
+    with pytest.raises(DataError, match=r"a\.jsonl\.gz must end with a whole frame, but that at byte \d+ was cut"):
+        write_index(open_place(tmp_path), "auto")
+
+
+def test_what_a_format_cannot_hold_is_refused(tmp_path):
+    storage = LocalStorage(tmp_path)
+    with pytest.raises(DataError, match="must have the same leaves for format mds, but got a and b; take tar or jsonl"):
+        MDS().write(storage, "s", [{"a": 1}, {"b": 1}])
+    with pytest.raises(
+        DataError, match="must have one image and at most one label for format folder, but got a; take tar"
+    ):
+        FORMATS["folder"]().write(storage, "s", [{"a": 1}])
+    with pytest.raises(DataError, match="must have tokens for format tokens, but has a"):
+        FORMATS["tokens"]().write(storage, "s", [{"a": 1}])
+    with pytest.raises(DataError, match="tokens must be from 0 to 65535 for format tokens, but got 1 to 70000"):
+        FORMATS["tokens"]().write(storage, "s", [{"tokens": [1, 70000]}])
+    with pytest.raises(
+        DataError, match=r"MDS shards must not be packed for single samples to be read, but got s.mds.zstd"
+    ):
+        MDS().choose([storage_file("s.mds.zstd")])
+
+
+def storage_file(path):
+    from paceline.data.storage import FileInfo
+
+    return FileInfo(path, 1)
+
+
+def test_pickled_columns_are_refused(tmp_path):
+    content = MDS().encode([{"a": "x"}]).replace(b'["str"]', b'["pkl"]')
+    LocalStorage(tmp_path).write("s.mds", content)
+    with pytest.raises(DataError, match=r"column a of s\.mds must be of a type that can be read safely, but is pkl"):
+        write_index(open_place(tmp_path), "mds")
+
+
+@pytest.mark.parametrize("name", [*TREES, "folder", "tokens", "text"])
+def test_flipped_bits_are_detected_by_the_manifest(tmp_path, name):
+    """With `verify`, each of many random places; without it what the format's own digests cover."""
+    samples = make_images(12) if name != "tokens" else [{"tokens": np.arange(100)}] * 4
+    samples = samples if name != "text" else [{"text": "word " * 50}] * 4
+    write_shards(tmp_path, name, samples, num_shards=1)
+    settings = {"sequence_length": 10} if name in ("tokens", "text") else {}
+    source = FileSource(tmp_path, **settings)
+    rng = np.random.default_rng(0)
+    touched = source.locate(np.arange(len(source)))
+    for _ in range(40):
+        extent = touched[rng.integers(len(touched))]
+        file = tmp_path / extent.path
+        content = file.read_bytes()
+        flipped = bytearray(content)
+        flipped[extent.start + rng.integers(extent.num_bytes)] ^= 1 << rng.integers(8)
+        file.write_bytes(flipped)
+        with pytest.raises(DataError, match="must be as when it was indexed, but bytes 0 to"):
+            FileSource(tmp_path, verify=True, **settings).read_leaves(np.arange(len(source)))
+        if FORMATS[name].has_digests:
+            with pytest.raises(BadSample, match="must be whole"):
+                FileSource(tmp_path).read_leaves(np.arange(len(source)))
+        file.write_bytes(content)

@@ -1,0 +1,205 @@
+"""Conversion of data: balanced shards, equal bytes at any number of processes, and going on after a kill."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+from file_samples import make_images, write_shards
+from hypothesis import given
+from hypothesis import strategies as st
+
+from paceline.data import FileSource
+from paceline.data.formats import FORMATS
+from paceline.data.formats import prepare as prepare_module
+from paceline.data.formats.check import check_data
+from paceline.data.formats.prepare import plan_shards, prepare
+from paceline.errors import DataError, SettingsError
+
+WRITTEN = sorted(FORMATS.keys() - {"tokens", "text"})
+
+
+def files_of(folder):
+    return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    monkeypatch.setattr(prepare_module, "PART_SAMPLES", 16)
+    return write_shards(tmp_path / "in", "tar", make_images(60), num_shards=3)
+
+
+def test_one_shard_of_one_sample(tmp_path):
+    write_shards(tmp_path / "in", "tar", make_images(1, 1), num_shards=1)
+    done = prepare(FileSource(tmp_path / "in"), tmp_path / "out", "tar", 1)
+    assert (done.num_samples, done.balance) == (1, (1.0, 1.0))
+    assert FileSource(tmp_path / "out").read_trees(np.arange(1)) == make_images(1, 1)
+
+
+@pytest.mark.parametrize("name", WRITTEN)
+def test_any_format_becomes_any_other_with_the_same_samples(folder, tmp_path, name):
+    source = FileSource(folder)
+    prepare(source, tmp_path / "there", name, 6000)
+    there = FileSource(tmp_path / "there")
+    assert there.manifest.format == name
+    assert len(there.manifest.files) > 1
+    prepare(there, tmp_path / "back", "tar", 10**9)
+    trees = [
+        [{leaf: tree[leaf] for leaf in ("image", "label")} for tree in data.read_trees(np.arange(60))]
+        for data in (source, there, FileSource(tmp_path / "back"))
+    ]
+    assert trees[0] == trees[1] == trees[2]
+
+
+@pytest.mark.parametrize("name", ["tar", "parquet", "mds"])
+def test_the_bytes_are_the_same_at_any_number_of_processes(folder, tmp_path, name):
+    source = FileSource(folder)
+    for num_processes in (1, 2, 3):
+        prepare(source, tmp_path / str(num_processes), name, 6000, num_processes=num_processes)
+    assert files_of(tmp_path / "1") == files_of(tmp_path / "2") == files_of(tmp_path / "3")
+    assert len(files_of(tmp_path / "1")) > 5
+
+
+@given(
+    st.lists(st.integers(1, 10**6), min_size=1, max_size=300),
+    st.integers(1, 40),
+    st.booleans(),
+)
+def test_a_plan_has_each_sample_once_and_as_many_in_each_shard(sizes, num_shards, is_sorted):
+    sizes = np.array(sorted(sizes) if is_sorted else sizes)
+    shards = plan_shards(sizes, max(1, int(sizes.sum()) // num_shards))
+    assert sorted(np.concatenate(shards).tolist()) == list(range(len(sizes)))
+    assert all((np.diff(shard) > 0).all() for shard in shards)
+    counts = [len(shard) for shard in shards]
+    assert max(counts) <= min(counts) * 1.1 or max(counts) - min(counts) == 0
+
+
+@pytest.mark.parametrize("kind", ["equal", "sorted", "heavy"])
+def test_shards_are_balanced_by_bytes_and_samples(kind):
+    rng = np.random.default_rng(0)
+    sizes = {
+        "equal": np.full(5000, 20_000),
+        "sorted": np.arange(1, 5001) * 10,
+        "heavy": (rng.pareto(2.5, 5000) * 1000 + 100).astype(np.int64),
+    }[kind]
+    shards = plan_shards(sizes, int(sizes.sum() // 20))
+    weights = [int(sizes[shard].sum()) for shard in shards]
+    assert max(weights) <= 1.1 * min(weights)
+    assert len(shards) == 20
+    if kind == "equal":
+        assert [shard[0] for shard in shards] == list(range(0, 5000, 250)), "in their order where that balances"
+
+
+def test_functions_filter_and_make_samples(folder, tmp_path):
+    def hook(samples):
+        for sample in samples:
+            if sample["label"]:
+                yield {"tokens": np.arange(sample["label"] * 3)}
+
+    done = prepare(FileSource(folder), tmp_path / "out", "tokens", 100, hook=hook, num_processes=2)
+    assert (done.num_read, done.num_samples) == (60, 40)
+    source = FileSource(tmp_path / "out", sequence_length=2)
+    assert source.manifest.format == "tokens"
+    with pytest.raises(DataError, match=r"samples must be left for .*, but the hook has left none of 60"):
+        prepare(FileSource(folder), tmp_path / "none", "tar", 100, hook=lambda samples: [])
+
+
+def test_a_folder_that_holds_something_else_is_refused(folder, tmp_path):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out/mine").touch()
+    with pytest.raises(
+        SettingsError, match=r"the folder for prepared data must be empty, but .*out is not; give another"
+    ):
+        prepare(FileSource(folder), tmp_path / "out", "tar", 1000)
+
+
+def test_it_goes_on_where_it_was_and_only_with_the_same_settings(folder, tmp_path):
+    source, calls = FileSource(folder), []
+
+    def fail_at_third(samples):
+        calls.append(len(samples))
+        if len(calls) == 3:
+            raise RuntimeError("the power is gone")
+        return samples
+
+    with pytest.raises(RuntimeError, match="the power is gone"):
+        prepare(source, tmp_path / "out", "tar", 6000, hook=fail_at_third)
+    with pytest.raises(SettingsError, match="must hold an unfinished conversion with these settings to go on"):
+        prepare(source, tmp_path / "out", "mds", 6000, hook=fail_at_third)
+    prepare(source, tmp_path / "out", "tar", 6000, hook=fail_at_third)
+    assert calls == [16, 16, 16, 16, 12], "parts that were done are not done again"
+    prepare(source, tmp_path / "whole", "tar", 6000)
+    assert files_of(tmp_path / "out") == files_of(tmp_path / "whole")
+
+
+SCRIPT = """
+import sys, pathlib
+from paceline.data import FileSource
+from paceline.data.formats import prepare as module
+module.PART_SAMPLES = 16
+def hook(samples):
+    folder = pathlib.Path(sys.argv[2] + ".seen")
+    if len(list(folder.glob("*"))) >= 2 and sys.argv[3] == "stop":
+        (folder / "stopped").touch()
+        import time
+        time.sleep(100)
+    (folder / samples[0]["__key__"]).touch()
+    return samples
+if __name__ == "__main__":
+    module.prepare(FileSource(sys.argv[1]), pathlib.Path(sys.argv[2]), "tar", 6000, hook=hook, num_processes=2)
+"""
+
+
+def test_a_kill_leaves_nothing_torn_and_no_process(folder, tmp_path):
+    (tmp_path / "out.seen").mkdir()
+    (tmp_path / "script.py").write_text(SCRIPT)
+    command = [sys.executable, tmp_path / "script.py", folder, tmp_path / "out"]
+    process = subprocess.Popen([*command, "stop"])
+    while not (tmp_path / "out.seen/stopped").exists():
+        assert process.poll() is None
+        time.sleep(0.02)
+    children = subprocess.run(["ps", "--ppid", str(process.pid), "-o", "pid="], capture_output=True, text=True)
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()
+    pids = [int(pid) for pid in children.stdout.split()]
+    assert pids
+    while any(is_running(pid) for pid in pids):
+        time.sleep(0.02)
+    subprocess.run([*command, "go"], check=True)
+    prepare(FileSource(folder), tmp_path / "whole", "tar", 6000)
+    assert files_of(tmp_path / "out") == files_of(tmp_path / "whole")
+
+
+def is_running(pid):
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return file.read().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def test_check_finds_what_is_there_and_what_is_wrong(tmp_path):
+    samples = make_images(20)
+    samples[7] |= {"image": samples[3]["image"], "label": samples[3]["label"]}
+    samples[9]["image"] = samples[9]["image"][:40]
+    for number, sample in enumerate(samples):
+        sample["caption"] = "x" * (number + 1)
+    samples[7]["caption"] = samples[3]["caption"]
+    write_shards(tmp_path, "tar", samples)
+    for num_processes in (1, 2):
+        found = check_data(FileSource(tmp_path), num_processes)
+        assert found.num_samples == 20
+        assert found.list_classes() == {"label": {0: 8, 1: 6, 2: 6}}
+        assert found.list_duplicates() == [[3, 7]]
+        assert (min(found.lengths["caption"]), max(found.lengths["caption"])) == (1, 20)
+        assert [index for index, _ in found.unreadable] == [9]
+        assert not found.changed
+    with open(tmp_path / "shard-01.tar", "r+b") as file:
+        file.seek(600)
+        file.write(b"\xff")
+    found = check_data(FileSource(tmp_path))
+    assert found.changed == [f"shard-01.tar, bytes 0 to {os.path.getsize(tmp_path / 'shard-01.tar')}"]
+    assert not found.is_sound
