@@ -3,7 +3,7 @@ VENV ?= .venv
 PYTHON ?= python3
 BIN := $(VENV)/bin
 
-.PHONY: setup train test test-slow test-all gpu gpu-rehearsal check docs wheel torchft faults format clean
+.PHONY: setup train test test-slow test-all gpu gpu-rehearsal check docs wheel torchft store-server faults format clean
 
 setup: $(VENV)/.installed
 
@@ -62,9 +62,14 @@ torchft: setup
 	$(BIN)/python -m pip install --quiet --target .torchft --no-deps torchft==0.2.0
 	$(BIN)/python -m pip install --quiet --target .torchft opentelemetry-sdk opentelemetry-exporter-otlp-proto-http
 
+# For tests against moto's S3, in an environment of its own: botocore does not go with constraints.txt.
+store-server:
+	test -x .store_server/bin/pip || $(PYTHON) -m venv .store_server
+	.store_server/bin/pip install --quiet 'moto[s3,server]==5.2.*'
+
 format: setup
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
 clean:
-	rm -rf $(VENV) .torchft dist docs/_build docs/api .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) .torchft .store_server dist docs/_build docs/api .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

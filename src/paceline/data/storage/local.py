@@ -3,7 +3,7 @@
 import os
 from pathlib import Path
 
-from paceline.data.storage.base import FileInfo, Storage
+from paceline.data.storage.base import FileInfo, Storage, changed
 from paceline.errors import DataError, storing
 
 
@@ -39,11 +39,14 @@ class LocalStorage(Storage):
             return None
         return FileInfo(path, status.st_size, f"{status.st_mtime_ns}")
 
-    def read(self, path: str, start: int = 0, num_bytes: int | None = None) -> bytes:
+    def read(self, path: str, start: int = 0, num_bytes: int | None = None, *, version: str = "") -> bytes:
         """Return bytes of a file."""
         try:
             with open(self._root / path, "rb", buffering=0) as file:
-                size = os.fstat(file.fileno()).st_size
+                status = os.fstat(file.fileno())
+                if version not in ("", f"{status.st_mtime_ns}"):
+                    raise changed(str(self._root / path))
+                size = status.st_size
                 wanted = size - start if num_bytes is None else num_bytes
                 content = os.pread(file.fileno(), wanted, start)
         except OSError as error:
