@@ -10,6 +10,7 @@ import torch
 
 from paceline.data.batch import map_tensors
 from paceline.data.order import Indices
+from paceline.data.storage.base import Upcoming
 from paceline.errors import DataError
 from paceline.registry import Family
 
@@ -50,6 +51,13 @@ class Source(torch.utils.data.Dataset[Any]):
             seeds: Seed of the global random generators for each sample; unused here, where samples do not depend on it.
         """
         return self.read(indices)
+
+    def expect(self, upcoming: Upcoming) -> None:
+        """Take note of the samples that a loader will read; unused here.
+
+        A source of files passes it to its storage, with the function that returns where samples lie: see
+        `Storage.expect`.
+        """
 
     def __getitem__(self, index: int) -> Any:
         """Return one sample."""

@@ -15,12 +15,13 @@ from paceline.data.base import Source
 from paceline.data.batch import Batch, note_given
 from paceline.data.division import Batches, Ending, Shares, check_batch, find_progress
 from paceline.data.first_samples import sketch_dataset
-from paceline.data.map_source import CollateFn, check_dataset, collate, open_source, take_apart
+from paceline.data.map_source import CollateFn, check_dataset, open_source, take_apart
 from paceline.data.order import ENDLESS, Dispatcher, GlobalOrder, Interval, Ledger, apportion, choose_tail
 from paceline.data.randomness import watch_draws
 from paceline.data.read_ahead import ReadAhead
 from paceline.data.read_steps import StepReads, read_here, read_in_processes
-from paceline.data.stream import Stream, refuse_for_stream
+from paceline.data.stream import Stream, read_stream, refuse_for_stream
+from paceline.data.upcoming import UpcomingSamples, announce
 from paceline.data.virtual_workers import VirtualShares, divide_steps
 from paceline.errors import CommunicationError, DataError, SettingsError
 from paceline.registry import check_whole
@@ -471,30 +472,29 @@ class Loader:
         while self._dispatcher is not None and (claimed := self._dispatcher.claim(self._claim_size)) is not None:
             yield self._micro_batches.cut(Interval(*claimed), is_all_mine=True)
 
+    def _divide(self, position: int) -> tuple[Interval, list[Interval]]:
+        """Return the step from a position on, and this worker's parts of it, by the currently planned batches."""
+        interval = self.order.next_batch(position, self._batches.rest_at(position))
+        return interval, self._micro_batches.cut(interval).parts
+
     def _read_steps(self, ledger: Ledger, stream: Stream | None) -> Generator[list[Batch]]:
         plan = self._plan_steps(ledger)
-        if self._num_processes > 0:
-            assert self._source is not None
-            yield from read_in_processes(
-                self._source, self.order, plan, self._device, self._num_processes, self._prefetch_factor
-            )
-            return
-        if stream is not None:
-            steps, advice = self._read_stream(ledger, stream), "let it draw from a generator that set_epoch seeds"
-        else:
-            assert self._source is not None
+        if self._source is not None:
+            upcoming = UpcomingSamples(self.order, ledger.low_water, self._ending.position, self._divide)
+            plan = announce(self._source, upcoming, plan, self._max_steps_ahead if self._num_processes else 0)
+            if self._num_processes > 0:
+                yield from read_in_processes(
+                    self._source, self.order, plan, self._device, self._num_processes, self._prefetch_factor
+                )
+                return
             steps = read_here(self._source, self.order, plan, self._device)
             advice = "give num_processes=1 (num_data_processes of a run), where each sample has its own random numbers"
+        else:
+            assert stream is not None
+            until, cut = self._ending.is_reached, self._micro_batches.cut
+            steps = read_stream(stream, ledger, self.order, self.batch_at, until, cut, self._collate_fn, self._device)
+            advice = "let it draw from a generator that set_epoch seeds"
         if isinstance(self._group, LocalGroup) and self._group.size > 1:  # threads, which draw from one generator
             yield from steps
         else:
             yield from watch_draws(steps, self._name, advice, refuses=isinstance(self._micro_batches, VirtualShares))
-
-    def _read_stream(self, ledger: Ledger, stream: Stream) -> Iterator[list[Batch]]:
-        while not self._ending.is_reached(start := ledger.next_claim):
-            samples = stream.take(self.batch_at(start))
-            if not samples:
-                return
-            step = self._micro_batches.cut(ledger.claim(self.order, len(samples)))
-            read = [collate(samples[a - start : b - start], self._collate_fn) for a, b in step.parts]
-            yield step.make_batches(read, self._device)

@@ -1,13 +1,18 @@
 """Iterable data sets: samples that can only be read one after another."""
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, Protocol, runtime_checkable
 
+import torch
 from torch.utils.data import IterableDataset
 
+from paceline.data.batch import Batch
 from paceline.data.first_samples import sketch_sample
+from paceline.data.map_source import CollateFn, collate
+from paceline.data.order import GlobalOrder, Interval, Ledger
 from paceline.data.randomness import capture_generators
+from paceline.data.read_steps import StepReads
 from paceline.errors import DataError, SettingsError
 
 
@@ -149,3 +154,34 @@ def refuse_for_stream(*, shuffle: bool, drop_last: bool, num_processes: int, dis
             f"the rule must be synchronous {what}, since workers that run at their own pace take any samples; take "
             "every_step or diloco, for instance"
         )
+
+
+def read_stream(
+    stream: Stream,
+    ledger: Ledger,
+    order: GlobalOrder,
+    batch_at: Callable[[int], int],
+    is_over: Callable[[int], bool],
+    cut: Callable[[Interval], StepReads],
+    collate_fn: CollateFn | None,
+    device: torch.device,
+) -> Iterator[list[Batch]]:
+    """Yield the micro-batches of each step, until the data or the training is over.
+
+    Args:
+        stream: Samples.
+        ledger: Positions that were claimed.
+        order: Order of the positions.
+        batch_at: Function that returns the global batch at a position.
+        is_over: Function that returns whether the training ends before a position.
+        cut: Function that divides a step.
+        collate_fn: Function that makes a batch from a list of samples; None to stack them.
+        device: Device of the batches.
+    """
+    while not is_over(start := ledger.next_claim):
+        samples = stream.take(batch_at(start))
+        if not samples:
+            return
+        step = cut(ledger.claim(order, len(samples)))
+        read = [collate(samples[a - start : b - start], collate_fn) for a, b in step.parts]
+        yield step.make_batches(read, device)

@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
+from paceline.data.order import Indices
 from paceline.errors import DataError
 
 
@@ -38,14 +39,14 @@ class Upcoming(Protocol):
     def stop(self) -> int | None:
         """Position at which the data ends; None if it does not."""
 
-    def samples(self, start: int, stop: int) -> Sequence[int]:
+    def samples(self, start: int, stop: int) -> Indices:
         """Return the index of the sample at each position."""
 
-    def own(self, start: int, stop: int) -> Sequence[tuple[int, int]]:
-        """Return the positions, as pairs of start and stop, that this worker reads itself."""
+    def step_at(self, position: int) -> tuple[int, Sequence[tuple[int, int]]]:
+        """Return the end of the step that begins at a position, and its parts (start, stop) that this worker reads."""
 
 
-Locate = Callable[[Sequence[int]], Sequence[tuple[str, int, int]]]
+Locate = Callable[[Indices], Sequence[tuple[str, int, int]]]
 """Function that returns the extents (path, start, number of bytes) that reading samples touches."""
 
 

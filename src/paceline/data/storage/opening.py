@@ -1,5 +1,6 @@
 """The storage at a path or URL."""
 
+import os
 import random
 import re
 import time
@@ -8,10 +9,13 @@ from pathlib import Path
 from typing import TypeVar
 
 from paceline.data.storage.base import Storage
+from paceline.data.storage.cached import CachedStorage, Digests, find_tag
+from paceline.data.storage.disk_cache import DiskCache
 from paceline.data.storage.local import LocalStorage
 from paceline.data.storage.objects import OBJECT_SCHEMES, ObjectStorage
 from paceline.data.storage.other import FsspecStorage
 from paceline.data.storage.settings import StoreSettings
+from paceline.data.storage.shared import SharedStorage
 from paceline.errors import SettingsError
 
 T = TypeVar("T")
@@ -50,6 +54,44 @@ def open_store(place: str | Path, settings: StoreSettings | None = None) -> Stor
     if scheme in OBJECT_SCHEMES:
         return ObjectStorage(str(place), settings)
     return FsspecStorage(str(place), lambda request: _retry(request, settings.patience_s))
+
+
+def open_storage(
+    place: str | Path, settings: StoreSettings | None = None, *, digests: Digests | None = None
+) -> Storage:
+    """Return the storage at a path or URL; what an URL names is read through caches in memory and on disk.
+
+    Processes that this one forks may read it too.
+
+    Args:
+        place: Folder of this machine, or URL of a folder: ``s3://``, ``gs://``, ``az://``, ``http(s)://``, or another
+            one that fsspec knows.
+        settings: Time limits and caches of a store that an URL names.
+        digests: Function that gives the BLAKE3 digests of a file's blocks of 1 MiB, which are checked as these arrive.
+
+    Raises:
+        SettingsError: The URL is of no known kind, or its credentials are missing.
+        MissingExtraError: A package is not installed.
+    """
+    settings = settings or StoreSettings()
+    store = open_store(place, settings)
+    if isinstance(store, LocalStorage):
+        return store
+    disk = None
+    if settings.disk_bytes:
+        disk = DiskCache(settings.disk_folder or _find_cache(), settings.disk_bytes, find_tag(store.url))
+    cached = CachedStorage(
+        store,
+        memory_bytes=settings.memory_bytes,
+        disk=disk,
+        digests=digests,
+        num_parallel=settings.num_parallel,
+    )
+    return SharedStorage(cached)
+
+
+def _find_cache() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser()) / "paceline" / "blocks"
 
 
 def _retry(request: Callable[[], T], patience_s: float) -> T:
