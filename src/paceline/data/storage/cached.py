@@ -276,7 +276,7 @@ class CachedStorage(Storage):
             return None
         with self._lock:
             self.counters.disk_bytes += len(content)
-            self._keep(number, content)
+            self._keep(number, content, is_on_disk=True)
         return content
 
     def _begin(self, number: int, *, position: int | None = None) -> Future[bytes]:
@@ -303,7 +303,9 @@ class CachedStorage(Storage):
                 return
             future.set_running_or_notify_cancel()
         try:
-            content = self._fetch_checked(self._blocks[number])
+            content = self._memory.get(number) or self._take_from_disk(number)  # it may have come just now
+            if content is None:
+                content = self._fetch_checked(self._blocks[number])
         except BaseException as error:  # raised again for whoever waits
             with self._lock:
                 self._under_way.pop(number, None)
@@ -343,18 +345,23 @@ class CachedStorage(Storage):
             self.counters.num_fetched += 1
         return content
 
-    def _keep(self, number: int, content: bytes) -> None:
-        """Keep a block in memory, unless all others are used before it; the lock is held."""
+    def _keep(self, number: int, content: bytes, *, is_on_disk: bool = False) -> None:
+        """Keep a block in memory, unless all others are used before it; the lock is held.
+
+        What was fetched ahead stays until it is read, and what is on disk makes nothing go.
+        """
         if number in self._memory:
             return
         table = self._next_use.table
         while self._memory and self._held_bytes + len(content) > self._memory_bytes:
-            held = np.fromiter(self._memory, np.int64, len(self._memory))
+            others = [held for held in self._memory if held not in self._ahead]
+            if not others or is_on_disk:
+                return
+            held = np.array(others)
             farthest = int(held[np.argmax(table[held])])
-            if self._upcoming is not None and table[farthest] <= table[number]:
+            if self._upcoming is not None and number not in self._ahead and table[farthest] <= table[number]:
                 return
             self._held_bytes -= len(self._memory.pop(farthest))
-            self._ahead.pop(farthest, None)
         self._memory[number] = content
         self._held_bytes += len(content)
 
