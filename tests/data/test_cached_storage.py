@@ -14,7 +14,7 @@ from stored_samples import CountingStorage, StoredSamples, count_best_hits, coun
 
 from paceline.data import Interval, Loader
 from paceline.data.storage import CachedStorage, CacheWarning, DiskCache, SharedStorage, StoreSettings, open_storage
-from paceline.data.storage.cached import find_tag
+from paceline.data.storage.blocks import find_tag
 from paceline.errors import DataError, StorageError
 
 BLOCK = 1024

@@ -37,7 +37,15 @@ from paceline.training.building import build_model
 from paceline.training.evaluate import Evaluation, evaluate
 from paceline.training.growth import grow_module, grow_optimizer
 from paceline.training.guarded_step import GoingBack, go_back
-from paceline.training.log_events import log_delays, log_distance, log_failure, log_routing, log_saved, log_step
+from paceline.training.log_events import (
+    log_delays,
+    log_distance,
+    log_failure,
+    log_routing,
+    log_saved,
+    log_step,
+    log_stores,
+)
 from paceline.training.model import resize, size_of
 from paceline.training.reforming import start_alone, train_through_views
 from paceline.training.run import Run
@@ -370,6 +378,7 @@ def do_after_step(session: Session, *, stop: bool) -> bool:
     if next_boundary(session, step - 1) == step:
         log_delays(session)
         log_routing(session)
+        log_stores(session)
     is_last = step == training.num_steps
     if is_evaluation_due(training) and (is_last or not stop):
         assert training.splits.held_out is not None

@@ -1,7 +1,8 @@
 """Layer 5: where files of data lie: a folder, an object store, whatever has names and ranges of bytes."""
 
 from paceline.data.storage.base import Extent, FileInfo, Storage
-from paceline.data.storage.cached import CachedStorage, StoreCounters
+from paceline.data.storage.blocks import StoreCounters
+from paceline.data.storage.cached import CachedStorage, read_counters
 from paceline.data.storage.disk_cache import CacheWarning, DiskCache
 from paceline.data.storage.local import LocalStorage
 from paceline.data.storage.objects import ObjectStorage
@@ -26,4 +27,5 @@ __all__ = [
     "is_url",
     "open_storage",
     "open_store",
+    "read_counters",
 ]

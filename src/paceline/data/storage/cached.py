@@ -1,75 +1,26 @@
 """A storage whose blocks are kept in memory and on disk, fetched ahead in the known order, and dropped by next use."""
 
+import dataclasses
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+import weakref
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
-from typing import NamedTuple, Protocol
 
 import numpy as np
 from blake3 import blake3
 
+from paceline.comm.group import Group, joined_group
 from paceline.data.storage.base import FileInfo, Locate, Storage, Upcoming
+from paceline.data.storage.blocks import BLOCK_BYTES, Block, Digests, StoreCounters, cut, find_tag
 from paceline.data.storage.disk_cache import DiskCache
 from paceline.data.storage.fetchers import Fetchers
+from paceline.data.storage.handing_on import HandingOn, join_peers
 from paceline.data.storage.next_use import NextUse, Numbers
 from paceline.errors import DataError, PacelineError
 
-BLOCK_BYTES = 2**20
 _NUM_TRIES = 3
 """Number of times that a block with a wrong digest is fetched before it is an error."""
-
-Digests = Callable[[str], Sequence[str] | None]
-"""Function that returns the BLAKE3 digests of a file's blocks of `BLOCK_BYTES`; None if it knows none."""
-
-
-@dataclass
-class StoreCounters:
-    """Counts of a cached storage since it was opened; bytes are those of whole blocks."""
-
-    url: str
-    read_bytes: int = 0
-    """Bytes that were asked for."""
-    num_blocks: int = 0
-    """Number of blocks that were needed for them."""
-    num_fetched: int = 0
-    """Number of blocks that came from the store."""
-    memory_bytes: int = 0
-    """Bytes from memory, those that were fetched ahead included."""
-    disk_bytes: int = 0
-    peer_bytes: int = 0
-    """Bytes from other workers."""
-    store_bytes: int = 0
-    """Bytes from the store itself."""
-    handed_bytes: int = 0
-    """Bytes given to other workers."""
-    num_damaged: int = 0
-    """Number of blocks that came with a wrong digest."""
-    wait_s: float = 0.0
-    """Time for which readers waited for the store or for other workers."""
-
-
-class Block(NamedTuple):
-    """Part of a file."""
-
-    path: str
-    version: str
-    start: int
-    num_bytes: int
-    digest: str | None
-    """BLAKE3 digest that it must have; None if unknown."""
-    key: str
-
-
-class Peers(Protocol):
-    """Other workers of the run; see `handing_on`."""
-
-    def is_home(self, key: str) -> bool:
-        """Return whether this worker fetches a block for all."""
-
-    def fetch(self, block: Block) -> bytes | None:
-        """Return a block from the worker that fetches it for all; None if that cannot be reached."""
 
 
 class CachedStorage(Storage):
@@ -86,6 +37,7 @@ class CachedStorage(Storage):
         digests: Function that gives digests of blocks, which are checked when these arrive.
         num_parallel: Number of blocks that are fetched at once.
         block_bytes: Size of a block.
+        hands_on: Whether the workers of the joined group hand blocks to each other.
     """
 
     def __init__(
@@ -97,10 +49,16 @@ class CachedStorage(Storage):
         digests: Digests | None = None,
         num_parallel: int = 16,
         block_bytes: int = BLOCK_BYTES,
+        hands_on: bool = False,
     ) -> None:
         self.storage = storage
         self.counters = StoreCounters(storage.url)
-        self.peers: Peers | None = None
+        self.peers: HandingOn | None = None
+        """Other workers of the run, if blocks are handed on."""
+        self._hands_on = hands_on
+        self._group: Group | None = None
+        self._lent: set[int] = set()
+        """Blocks on disk of which another worker is the home: the first to make room."""
         self._memory_bytes = memory_bytes
         self._disk = disk
         self._digests = digests or (lambda path: None)
@@ -132,6 +90,7 @@ class CachedStorage(Storage):
         self._own_end = 0
         """End of the step whose parts `_own` are."""
         self._fetchers = Fetchers(num_parallel, self._look_ahead)
+        _opened.add(self)
 
     @property
     def url(self) -> str:
@@ -183,10 +142,14 @@ class CachedStorage(Storage):
         self._fetchers.wake()
         with self._lock:
             self.counters.read_bytes += sum(num for _, num in wanted)
-        return [_cut(blocks, first, start, num_bytes, size) for start, num_bytes in wanted]
+        return [cut(blocks, first, start, num_bytes, size) for start, num_bytes in wanted]
 
     def expect(self, upcoming: Upcoming, locate: Locate) -> None:
-        """Fetch ahead and drop by what comes next."""
+        """Fetch ahead and drop by what comes next; workers of the joined group find each other."""
+        if self._hands_on and (group := joined_group()) is not self._group:
+            if self.peers is not None:
+                self.peers.close()
+            self._group, self.peers = group, join_peers(group, find_tag(self.url), self.give)
         with self._lock:
             self._upcoming, self._locate = upcoming, locate
             self._cursor = self._own_end = upcoming.position
@@ -196,17 +159,19 @@ class CachedStorage(Storage):
 
     def close(self) -> None:
         """End the threads, and let go of the cache on disk."""
+        if self.peers is not None:
+            self.peers.close()
         self._fetchers.close()
         if self._disk is not None:
             self._disk.close()
         self.storage.close()
 
     def give(self, path: str, version: str, start: int) -> bytes | None:
-        """Return a block to another worker, fetched if need be; None if the file is another one here."""
+        """Return a block that this worker fetches for all; None if it does not, or if the file is another one here."""
         info, first = self._register(path)
-        if info.version != version:
-            return None
         number = first + start // self._block_bytes
+        if info.version != version or self.peers is None or not self.peers.is_home(self._blocks[number].key):
+            return None
         block = self._take([number], is_for_peer=True)[number]
         with self._lock:
             self.counters.handed_bytes += len(block)
@@ -261,6 +226,8 @@ class CachedStorage(Storage):
                     found[number] = block
                 else:
                     waiting[number] = self._begin(number)
+                    if is_for_peer:  # here, since all threads that fetch may wait for peers, which may wait for us
+                        self._fetch(number, waiting[number], self._next_use.position)
         began_s = time.monotonic()
         for number, future in waiting.items():
             found[number] = future.result()
@@ -374,8 +341,11 @@ class CachedStorage(Storage):
             is_known = self._upcoming is not None
             next_use = self._next_use.after(number, used_at + 1) if is_known else -1
         key = self._blocks[number].key
-        is_kept = disk.put(key, content, lambda own: self._choose(next_use, own))
+        is_lent = self.peers is not None and not self.peers.is_home(key)
+        is_kept = disk.put(key, content, lambda own: None if is_lent else self._choose(next_use, own))
         with self._lock:
+            if is_kept and is_lent:
+                self._lent.add(number)
             if is_kept and len(self._on_disk) > number and not self._on_disk[number]:
                 self._on_disk[number] = True
                 self._num_on_disk += 1
@@ -392,6 +362,11 @@ class CachedStorage(Storage):
                 self._num_on_disk = len(own)
             if not self._num_on_disk:
                 return None
+            while self._lent:
+                if self._on_disk[number := self._lent.pop()]:
+                    self._on_disk[number] = False
+                    self._num_on_disk -= 1
+                    return self._blocks[number].key
             table = self._next_use.table[: len(self._on_disk)]
             farthest = int(np.argmax(np.where(self._on_disk, table, -1)))
             if table[farthest] <= next_use:
@@ -476,16 +451,10 @@ class CachedStorage(Storage):
         return any(start <= position < stop for start, stop in self._own)
 
 
-def find_tag(url: str) -> str:
-    """Return the mark of the data at an URL: the beginning of its blocks' keys."""
-    return blake3(url.encode()).hexdigest()[:8]
+_opened: weakref.WeakSet[CachedStorage] = weakref.WeakSet()
 
 
-def _cut(blocks: Mapping[int, bytes], first: int, start: int, num_bytes: int, size: int) -> bytes:
-    """Return a range from its blocks."""
-    stop = start + num_bytes
-    parts = []
-    for index in range(start // size, -(-stop // size)):
-        begin = index * size
-        parts.append(memoryview(blocks[first + index])[max(0, start - begin) : stop - begin])
-    return b"".join(parts) if num_bytes else b""
+def read_counters() -> list[StoreCounters]:
+    """Return the counts of the cached storages of this process that were read, by their URLs."""
+    counters = [storage.counters for storage in list(_opened) if storage.counters.read_bytes]
+    return [dataclasses.replace(one) for one in sorted(counters, key=lambda one: one.url)]

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import TypeVar
 
 from paceline.data.storage.base import Storage
-from paceline.data.storage.cached import CachedStorage, Digests, find_tag
+from paceline.data.storage.blocks import Digests, find_tag
+from paceline.data.storage.cached import CachedStorage
 from paceline.data.storage.disk_cache import DiskCache
 from paceline.data.storage.local import LocalStorage
 from paceline.data.storage.objects import OBJECT_SCHEMES, ObjectStorage
@@ -86,6 +87,7 @@ def open_storage(
         disk=disk,
         digests=digests,
         num_parallel=settings.num_parallel,
+        hands_on=settings.hands_on,
     )
     return SharedStorage(cached)
 
