@@ -42,6 +42,10 @@ class CountingStorage(Storage):
     def write(self, path, content):
         self.files[path] = content
 
+    def remove(self, paths):
+        for path in paths:
+            self.files.pop(path, None)
+
 
 def make_files(num_files: int, num_bytes: int) -> dict[str, bytes]:
     """Return files of random bytes."""

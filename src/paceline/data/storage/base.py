@@ -3,6 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import NamedTuple, Protocol
 
 from paceline.data.order import Indices
@@ -100,6 +101,14 @@ class Storage(ABC):
     @abstractmethod
     def write(self, path: str, content: bytes) -> None:
         """Write a file as a whole: nobody ever sees a part of it. Folders are made."""
+
+    def write_from(self, path: str, file: Path) -> None:
+        """Write a file as a whole, from one of this machine."""
+        self.write(path, file.read_bytes())
+
+    @abstractmethod
+    def remove(self, paths: Sequence[str]) -> None:
+        """Remove files; those that are not there are passed over."""
 
     def expect(self, upcoming: Upcoming, locate: Locate) -> None:
         """Take note of what will be read; unused here, where nothing is kept or fetched ahead.

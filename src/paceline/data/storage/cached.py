@@ -120,6 +120,10 @@ class CachedStorage(Storage):
             self._infos.pop(path, None)
             self._files.pop(path, None)
 
+    def remove(self, paths: Sequence[str]) -> None:
+        """Remove files below."""
+        self.storage.remove(paths)
+
     def read(self, path: str, start: int = 0, num_bytes: int | None = None, *, version: str = "") -> bytes:
         """Return bytes of a file, from its blocks."""
         return self.read_ranges(path, [(start, num_bytes)], version=version)[0]

@@ -1,6 +1,7 @@
 """Files of a folder of this machine."""
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 from paceline.data.storage.base import FileInfo, Storage, changed
@@ -69,3 +70,9 @@ class LocalStorage(Storage):
                 file.flush()
                 os.fsync(file.fileno())
             os.replace(part, target)
+
+    def remove(self, paths: Sequence[str]) -> None:
+        """Remove files; those that are not there are passed over."""
+        for path in paths:
+            with storing(self._root / path):
+                (self._root / path).unlink(missing_ok=True)

@@ -164,10 +164,13 @@ class ObjectStorage(Storage):
 
     def write(self, path: str, content: bytes) -> None:
         """Write a file as a whole: the store shows it when it is complete."""
-        self.write_from(path, content)
+        self._put(path, content)
 
-    def write_from(self, path: str, content: bytes | Path) -> None:
-        """Write a file from memory, or from a file of this machine, in parts where it is large."""
+    def write_from(self, path: str, file: Path) -> None:
+        """Write a file from one of this machine, in parts where it is large."""
+        self._put(path, file)
+
+    def _put(self, path: str, content: bytes | Path) -> None:
         import obstore
         from obstore.exceptions import NotFoundError
 

@@ -20,7 +20,7 @@ from paceline.comm.threads import start_thread
 from paceline.data.storage.base import FileInfo, Locate, Storage, Upcoming
 from paceline.errors import PacelineError, StorageError
 
-_SHARED = ("list_files", "find", "read", "read_ranges", "write")
+_SHARED = ("list_files", "find", "read", "read_ranges", "write", "remove")
 
 
 class SharedStorage(Storage):
@@ -72,6 +72,10 @@ class SharedStorage(Storage):
     def write(self, path: str, content: bytes) -> None:
         """Write a file as a whole."""
         self._call("write", path, content)
+
+    def remove(self, paths: Sequence[str]) -> None:
+        """Remove files."""
+        self._call("remove", paths)
 
     def expect(self, upcoming: Upcoming, locate: Locate) -> None:
         """Take note of what will be read, by whichever process."""
