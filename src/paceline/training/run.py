@@ -127,7 +127,7 @@ class Run(Settings):
     keep_checkpoints: int | None = Field(default=3, ge=1)
     """Number of newest checkpoints to keep; none for all."""
     checkpoint_url: str | None = None
-    """Path or URL of a store, for this run alone, to which checkpoints are copied; a start anywhere brings them back."""
+    """Path or URL of a store, for this run alone, with copies of all checkpoints; a start anywhere takes the newest."""
     incremental_checkpoints: int = Field(default=0, ge=0)
     """Checkpoints between two full ones that write only what has changed since the one before; 0 for full ones alone.
     For models of which much stays as it is: frozen parts, embeddings of rare words."""
