@@ -107,8 +107,8 @@ class DataStoreBenchmark(Benchmark):
         sent = self.bandwidth_bits_per_s * first["duration_s"] / 8e6
         case = f"1 host, {self.bandwidth_bits_per_s / 1e6:g} Mbit/s and {self.delay_s * 1e3:g} ms, cold"
         busy = self._row(case, "over the link in epoch 1", "MB", first["link_bytes"] / 1e6, sent, "a busy link")
-        fetched = [epoch["store_bytes"] / 1e6 for epoch in (second, first)]
-        return [busy, self._row("the same, warm", "from the store in epoch 2", "MB", *fetched, "epoch 1")]
+        again, at_first = second["store_bytes"] / 1e6, first["store_bytes"] / 1e6
+        return [busy, self._row("the same, warm", "from the store in epoch 2", "MB", again, at_first, "epoch 1")]
 
     def _compare_hits(self, half: dict[str, Any]) -> list[BenchmarkRow]:
         uses = [tuple(use) for use in half["uses"]]
