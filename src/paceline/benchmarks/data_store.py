@@ -33,8 +33,9 @@ _URL = "s3://bucket/samples"
 class DataStoreBenchmark(Benchmark):
     """Samples from an object store behind a link of limited bandwidth and a proxy that delays each answer; needs root.
 
-    One host reads everything twice with an empty cache that holds all; then with one that holds half; then several
-    hosts share the link of the store, and hand blocks to each other. Nothing is computed with the samples.
+    One host reads everything twice with an empty cache that holds all; then with one that holds half, samples of 1 MiB
+    (small ones in a shuffled order would need nearly all blocks in each step); then several hosts share the link of the
+    store, and hand blocks to each other. Nothing is computed with the samples.
     """
 
     megabytes: int = Field(96, ge=8)
@@ -59,18 +60,18 @@ class DataStoreBenchmark(Benchmark):
         data_bytes = sum(map(len, files.values()))
         rows = []
         with tempfile.TemporaryDirectory() as folder:
-            (one,) = self._run(files, 1, 2, 2 * data_bytes, Path(folder) / "whole")
+            (one,) = self._run(files, 1, 2, 2 * data_bytes, Path(folder) / "whole", self.sample_bytes)
             rows += self._compare_epochs(one)
-            (half,) = self._run(files, 1, 3, data_bytes // 2, Path(folder) / "half")
+            (half,) = self._run(files, 1, 3, data_bytes // 2, Path(folder) / "half", _BLOCK_BYTES)
             rows += self._compare_hits(half)
-            many = self._run(files, self.num_hosts, 1, 2 * data_bytes, Path(folder) / "many")
+            many = self._run(files, self.num_hosts, 1, 2 * data_bytes, Path(folder) / "many", self.sample_bytes)
         fetched = sum(each["counters"]["store_bytes"] for each in many) / 1e6
         case = f"{self.num_hosts} hosts, empty caches, blocks handed on"
         rows.append(self._row(case, "from the store", "MB", fetched, data_bytes / 1e6, "the data once"))
         return rows
 
     def _run(
-        self, files: dict[str, bytes], num_hosts: int, num_epochs: int, disk_bytes: int, folder: Path
+        self, files: dict[str, bytes], num_hosts: int, num_epochs: int, disk_bytes: int, folder: Path, sample_bytes: int
     ) -> list[dict[str, Any]]:
         """Return what each host has measured, with the store on a host of its own."""
         with contextlib.ExitStack() as stack:
@@ -82,8 +83,8 @@ class DataStoreBenchmark(Benchmark):
                 read_epochs,
                 {
                     "num_files": len(files),
-                    "sample_bytes": self.sample_bytes,
-                    "global_batch": self.global_batch,
+                    "sample_bytes": sample_bytes,
+                    "global_batch": max(num_hosts, self.global_batch * self.sample_bytes // sample_bytes),
                     "num_epochs": num_epochs,
                     "disk_bytes": disk_bytes,
                     "folder": str(folder),
@@ -114,7 +115,7 @@ class DataStoreBenchmark(Benchmark):
         uses = [tuple(use) for use in half["uses"]]
         room = self.megabytes // 2
         hits = len(uses) - half["counters"]["num_fetched"]
-        case = "1 host, a cache of half the data, 3 epochs"
+        case = "1 host, a cache of half the data, 3 epochs, samples of 1 MiB"
         return [
             self._row(case, "hits", "", hits, _count_best_hits(uses, room), "the best there is (Belady)"),
             self._row(case, "hits", "", hits, _count_lru_hits(uses, room), "least recently used"),

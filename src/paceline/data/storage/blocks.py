@@ -38,7 +38,7 @@ class StoreCounters:
     """Time for which readers waited for the store or for other workers."""
 
 
-class Block(NamedTuple):
+class FileBlock(NamedTuple):
     """Part of a file."""
 
     path: str

@@ -12,7 +12,7 @@ from blake3 import blake3
 
 from paceline.comm.group import Group, joined_group
 from paceline.data.storage.base import FileInfo, Locate, Storage, Upcoming
-from paceline.data.storage.blocks import BLOCK_BYTES, Block, Digests, StoreCounters, cut, find_tag
+from paceline.data.storage.blocks import BLOCK_BYTES, FileBlock, Digests, StoreCounters, cut, find_tag
 from paceline.data.storage.disk_cache import DiskCache
 from paceline.data.storage.fetchers import Fetchers
 from paceline.data.storage.handing_on import HandingOn, join_peers
@@ -69,7 +69,7 @@ class CachedStorage(Storage):
         self._files: dict[str, int] = {}
         """Number of each file's first block."""
         self._infos: dict[str, FileInfo] = {}
-        self._blocks: list[Block] = []
+        self._blocks: list[FileBlock] = []
         self._numbers: dict[str, int] = {}
         """Number of each block, by its key."""
         self._memory: dict[int, bytes] = {}
@@ -204,7 +204,7 @@ class CachedStorage(Storage):
             num_bytes = min(self._block_bytes, info.num_bytes - start)
             digest = None if digests is None else digests[index]
             self._numbers[key] = len(self._blocks)
-            self._blocks.append(Block(info.path, info.version, start, num_bytes, digest, key))
+            self._blocks.append(FileBlock(info.path, info.version, start, num_bytes, digest, key))
         self._next_use.grow(len(self._blocks))
         self._num_on_disk = -1
 
@@ -290,7 +290,7 @@ class CachedStorage(Storage):
         with self._lock:  # not earlier, or whoever comes in between would fetch it again
             self._under_way.pop(number, None)
 
-    def _fetch_checked(self, block: Block) -> bytes:
+    def _fetch_checked(self, block: FileBlock) -> bytes:
         for _ in range(_NUM_TRIES):
             content = self._fetch_once(block)
             if block.digest is None or blake3(content).hexdigest() == block.digest:
@@ -303,7 +303,7 @@ class CachedStorage(Storage):
             "the data again"
         )
 
-    def _fetch_once(self, block: Block) -> bytes:
+    def _fetch_once(self, block: FileBlock) -> bytes:
         if self.peers is not None and not self.peers.is_home(block.key):
             content = self.peers.fetch(block)
             if content is not None:

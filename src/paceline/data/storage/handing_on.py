@@ -22,7 +22,7 @@ from paceline.comm.control.frames import FrameReader, FrameWriter, Message
 from paceline.comm.control.handshake import ClientHandshake, greet, welcome
 from paceline.comm.group import Group
 from paceline.comm.threads import start_thread
-from paceline.data.storage.blocks import Block
+from paceline.data.storage.blocks import FileBlock
 from paceline.errors import PacelineError
 
 Give = Callable[[str, str, int], bytes | None]
@@ -126,7 +126,7 @@ class HandingOn:
         """Return whether this worker fetches a block for all."""
         return self._home_of(key) == self.rank
 
-    def fetch(self, block: Block) -> bytes | None:
+    def fetch(self, block: FileBlock) -> bytes | None:
         """Return a block from its home; None if that cannot be reached, or has another file."""
         home = self._home_of(block.key)
         if time.monotonic() < self._away_until_s.get(home, 0.0):
@@ -151,7 +151,7 @@ class HandingOn:
     def _home_of(self, key: str) -> int:
         return int(key[-16:], 16) % self.size
 
-    def _ask(self, home: int, block: Block) -> bytes | None:
+    def _ask(self, home: int, block: FileBlock) -> bytes | None:
         with self._turn:
             waiting = self._idle.setdefault(home, [])
             connection = waiting.pop() if waiting else None
