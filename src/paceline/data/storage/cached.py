@@ -12,7 +12,7 @@ from blake3 import blake3
 
 from paceline.comm.group import Group, joined_group
 from paceline.data.storage.base import FileInfo, Locate, Storage, Upcoming
-from paceline.data.storage.blocks import BLOCK_BYTES, FileBlock, Digests, StoreCounters, cut, find_tag
+from paceline.data.storage.blocks import BLOCK_BYTES, Digests, FileBlock, StoreCounters, cut, find_tag
 from paceline.data.storage.disk_cache import DiskCache
 from paceline.data.storage.fetchers import Fetchers
 from paceline.data.storage.handing_on import HandingOn, join_peers
