@@ -26,6 +26,8 @@ from paceline.testing.netlab import read_counters as read_link
 from paceline.testing.object_server import FaultProxy, ObjectServer
 
 _BLOCK_BYTES = 2**20
+_LITTLE_MEMORY_BYTES = 16 * _BLOCK_BYTES
+"""Memory of the host whose cache, on disk and in memory, holds half of the data."""
 _URL = "s3://bucket/samples"
 
 
@@ -38,7 +40,7 @@ class DataStoreBenchmark(Benchmark):
     store, and hand blocks to each other. Nothing is computed with the samples.
     """
 
-    megabytes: int = Field(96, ge=8)
+    megabytes: int = Field(96, ge=64)
     """Size of the data, in MiB."""
     sample_bytes: int = Field(24576, ge=1024)
     """Size of a sample."""
@@ -62,7 +64,9 @@ class DataStoreBenchmark(Benchmark):
         with tempfile.TemporaryDirectory() as folder:
             (one,) = self._run(files, 1, 2, 2 * data_bytes, Path(folder) / "whole", self.sample_bytes)
             rows += self._compare_epochs(one)
-            (half,) = self._run(files, 1, 3, data_bytes // 2, Path(folder) / "half", _BLOCK_BYTES)
+            (half,) = self._run(
+                files, 1, 3, data_bytes // 2 - _LITTLE_MEMORY_BYTES, Path(folder) / "half", _BLOCK_BYTES
+            )
             rows += self._compare_hits(half)
             many = self._run(files, self.num_hosts, 1, 2 * data_bytes, Path(folder) / "many", self.sample_bytes)
         fetched = sum(each["counters"]["store_bytes"] for each in many) / 1e6
@@ -160,7 +164,9 @@ def read_epochs(
     with join() as group:
         block_overhead = disk_bytes // _BLOCK_BYTES * 32
         settings = StoreSettings(
-            disk_folder=Path(folder) / str(group.rank), disk_bytes=disk_bytes + block_overhead, memory_bytes=16 * 2**20
+            disk_folder=Path(folder) / str(group.rank),
+            disk_bytes=disk_bytes + block_overhead,
+            memory_bytes=_LITTLE_MEMORY_BYTES if sample_bytes == _BLOCK_BYTES else 64 * _BLOCK_BYTES,
         )
         storage = open_storage(_URL, settings)
         source = _StoredSamples(storage, num_files, sample_bytes)
