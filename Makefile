@@ -3,7 +3,7 @@ VENV ?= .venv
 PYTHON ?= python3
 BIN := $(VENV)/bin
 
-.PHONY: setup train test test-slow test-all gpu gpu-rehearsal check docs wheel torchft data-peers peers faults format clean
+.PHONY: setup train test test-slow test-all gpu gpu-rehearsal check docs wheel torchft store-server data-peers peers faults format clean
 
 setup: $(VENV)/.installed
 
@@ -77,9 +77,14 @@ peers: setup
 		pandas httpx multidict aiohttp aiosignal frozenlist yarl propcache attrs aiohappyeyeballs boto3 botocore jmespath \
 		s3transfer zstd Brotli python-snappy cramjam catalogue
 
+# For tests against moto's S3, in an environment of its own: botocore does not go with constraints.txt.
+store-server:
+	test -x .store_server/bin/pip || $(PYTHON) -m venv .store_server
+	.store_server/bin/pip install --quiet 'moto[s3,server]==5.2.*'
+
 format: setup
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
 clean:
-	rm -rf $(VENV) .torchft .data-peers .peers dist docs/_build docs/api .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) .torchft .store_server .data-peers .peers dist docs/_build docs/api .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

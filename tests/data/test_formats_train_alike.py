@@ -1,5 +1,7 @@
 """Training does not depend on the format that the samples are kept in, nor on workers that end and go on."""
 
+import copy
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -30,9 +32,11 @@ def train(path, num_workers, stop_at=None):
     """Return the parameters after some steps, on as many workers; ended once, and gone on from the saved state."""
     source = FileData(path=str(path), size=8, held_out=str(path)).open().train
 
+    torch.manual_seed(0)
+    initial = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(192, 8), torch.nn.ReLU(), torch.nn.Linear(8, 3))
+
     def work(group, state=None, num_steps=NUM_STEPS):
-        torch.manual_seed(0)
-        model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(192, 8), torch.nn.ReLU(), torch.nn.Linear(8, 3))
+        model = copy.deepcopy(initial)  # workers are threads, which would draw from one generator
         replica = Replica(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), group=group)
         loader = Loader(source, global_batch=7, num_steps=num_steps, group=group, seed=3)
         if state is not None:

@@ -93,6 +93,7 @@ def test_there_is_a_class_for_every_kind() -> None:
         "step_finished",
         "step_timed",
         "stopped_early",
+        "store_read",
         "unused_parameters",
         "warned",
         "workers_changed",

@@ -9,7 +9,9 @@ from paceline.benchmarks.collectives import CollectivesBenchmark
 from paceline.benchmarks.comparison import COMPARISONS
 from paceline.benchmarks.convergence import ConvergenceBenchmark
 from paceline.benchmarks.data import DataBenchmark
+from paceline.benchmarks.data_store import DataStoreBenchmark
 from paceline.benchmarks.exposed import ExposedBenchmark
+from paceline.benchmarks.io import InputOutputBenchmark
 from paceline.benchmarks.layouts import LayoutsBenchmark
 from paceline.benchmarks.memory import MemoryBenchmark
 from paceline.benchmarks.replica import ReplicaBenchmark
@@ -34,7 +36,9 @@ __all__ = [
     "CollectivesBenchmark",
     "ConvergenceBenchmark",
     "DataBenchmark",
+    "DataStoreBenchmark",
     "ExposedBenchmark",
+    "InputOutputBenchmark",
     "LayoutsBenchmark",
     "MemoryBenchmark",
     "ReplicaBenchmark",

@@ -27,6 +27,7 @@ from paceline.checkpoint.durable import (
 )
 from paceline.checkpoint.incremental import CHUNK_BYTES, Base, can_share, find_independent
 from paceline.checkpoint.manifest import DIRECTORY_NAME, DamagedError
+from paceline.checkpoint.mirror import CheckpointMirror, fetch_newest
 from paceline.checkpoint.storage import (
     SafetensorsWriter,
     TensorBlock,
@@ -61,7 +62,9 @@ class CheckpointStore:
     names the best checkpoint, which stays beside the newest.
     """
 
-    def __init__(self, directory: Path, keep: int | None = 3, incremental: int = 0) -> None:
+    def __init__(
+        self, directory: Path, keep: int | None = 3, incremental: int = 0, mirror: CheckpointMirror | None = None
+    ) -> None:
         """Make a store; nothing is created or read yet.
 
         Args:
@@ -72,6 +75,7 @@ class CheckpointStore:
             incremental: Number of incremental checkpoints between two full ones; 0 for full ones alone. The first one
                 of a process is full. With `keep` of 2 or more, the newest that shares no file with the newest of all
                 stays too: one damaged file must not spoil all.
+            mirror: Store that each checkpoint is copied to, and the newest is brought from.
 
         Raises:
             SettingsError: `keep` or `incremental` is too small.
@@ -83,6 +87,7 @@ class CheckpointStore:
         self.directory = directory
         self.keep = keep
         self.incremental = incremental
+        self.mirror = mirror
         self._newest: Checkpoint | None = None
         self._num_since_full = 0
         self._lock = WriterLock(directory)
@@ -200,6 +205,8 @@ class CheckpointStore:
             if is_best:
                 self.mark_best(path)
             self._prune(path)
+            if self.mirror is not None:
+                self.mirror.upload(path, self.keep)
         shared = checkpoint.shared_bytes
         return SavedCheckpoint(
             path, checkpoint.num_bytes - shared, time.perf_counter() - start_s, checkpoint.step, shared
@@ -267,6 +274,8 @@ class CheckpointStore:
         Args:
             on_damaged: Function called with path and reason for each damaged one.
         """
+        if self.mirror is not None:
+            fetch_newest(self.mirror, self.directory, next(iter(self.list_checkpoints()), None))
         for path in self.list_directories():
             try:
                 checkpoint = Checkpoint.open(path)

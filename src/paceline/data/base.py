@@ -11,6 +11,7 @@ import torch
 
 from paceline.data.batch import map_tensors
 from paceline.data.orders import Arrangement, Indices, SampleOrder
+from paceline.data.storage.base import Upcoming
 from paceline.errors import BadSample, DataError
 from paceline.registry import Family
 
@@ -80,6 +81,13 @@ class Source(torch.utils.data.Dataset[Any]):
     def collate(self, samples: list[Any]) -> Any:
         """Return a batch of a list of samples, if `decodes_samples`."""
         raise NotImplementedError(f"{type(self).__name__} decodes batches")
+
+    def expect(self, upcoming: Upcoming) -> None:
+        """Take note of the samples that a loader will read; unused here.
+
+        A source of files passes it to its storage, with the function that returns where samples lie: see
+        `Storage.expect`.
+        """
 
     def __getitem__(self, index: int) -> Any:
         """Return one sample."""

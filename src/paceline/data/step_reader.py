@@ -22,6 +22,7 @@ from paceline.data.randomness import watch_draws
 from paceline.data.read_by_measurement import read_by_measurement
 from paceline.data.read_steps import StepReads, read_here, read_in_processes, read_in_threads
 from paceline.data.stream import Stream
+from paceline.data.upcoming import UpcomingSamples, announce
 from paceline.data.virtual_workers import VirtualShares
 
 
@@ -91,7 +92,7 @@ class StepReader:
             return
         assert self.dataset.source is not None
         reader = PartReader(self.dataset.source, self.dataset.order, self.bad_samples, self.augmenter)
-        plan = self._plan(ledger, dispatcher)
+        plan = self._announced(ledger, dispatcher)
         advice = "give num_processes=1 (num_data_processes of a run), where each sample has its own random numbers"
         if self._is_auto:
             yield from read_by_measurement(
@@ -141,6 +142,19 @@ class StepReader:
     def _prefetch_factor(self, num_processes: int) -> int:
         """Return the micro-batches that each loader process reads ahead."""
         return max(1, self.settings.prefetch * self.micro_batches.num_parts // max(1, num_processes))
+
+    def _announced(self, ledger: Ledger, dispatcher: Dispatcher | None) -> Iterator[StepReads]:
+        """Return the plan, of which the source is told."""
+        assert self.dataset.source is not None
+        upcoming = UpcomingSamples(self.dataset.order, ledger.low_water, self.ending.position, self._divide)
+        reads_ahead = self._is_auto or self._num_processes or self._has_stages
+        num_ahead = self.max_steps_ahead if reads_ahead else 0
+        return announce(self.dataset.source, upcoming, self._plan(ledger, dispatcher), num_ahead)
+
+    def _divide(self, position: int) -> tuple[Interval, list[Interval]]:
+        """Return the step from a position on, and this worker's parts of it, by the currently planned batches."""
+        interval = self.dataset.order.next_batch(position, self.batches.rest_at(position))
+        return interval, self.micro_batches.cut(interval).parts
 
     def _plan(self, ledger: Ledger, dispatcher: Dispatcher | None) -> Iterator[StepReads]:
         last = self.ending.position

@@ -3,6 +3,7 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from paceline.monitor.data_events import StoreRead
 from paceline.monitor.encoding import from_json, to_json
 from paceline.monitor.events import (
     AnomalyFound,
@@ -102,6 +103,7 @@ __all__ = [
     "StepFinished",
     "StepTimed",
     "StoppedEarly",
+    "StoreRead",
     "UnusedParameters",
     "Warned",
     "export_tensorboard",

@@ -4,6 +4,7 @@ import math
 import unicodedata
 from collections.abc import Sequence
 
+from paceline.monitor.data_events import StoreRead
 from paceline.monitor.events import (
     AnomalyFound,
     BadSampleFound,
@@ -108,6 +109,8 @@ def describe(record: Record) -> str | None:
             return f"step {record.step:,}: {_join(_held_out(loss, event.metrics), plain, best)} ({spent})"
         case ExpertsUsed() as event:
             return f"step {record.step:,}: {describe_experts(event)}"
+        case StoreRead() as event if event.num_damaged:
+            return f"warning: {event.num_damaged:,} blocks from {event.url} came damaged, and were fetched again"
         case SlowWorker() as event:
             return f"step {record.step:,}: {describe_slow(event)}"
         case AnomalyFound() as event:

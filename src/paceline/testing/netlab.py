@@ -12,13 +12,15 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Self, TypeVar
 
 from pydantic import JsonValue
 
 from paceline.errors import SettingsError
 from paceline.testing.netlab_namespaces import Namespace
 from paceline.testing.processes import RankResult, open_store, run_processes
+
+T = TypeVar("T")
 
 INTERFACE = "eth0"
 """Name of a host's interface, inside the host."""
@@ -101,24 +103,29 @@ class Netlab:
         timeout_s: float = 40.0,
         wait_for: Collection[int] | None = None,
         environment: Mapping[str, str] | None = None,
+        first_host: int = 0,
     ) -> list[RankResult]:
         """Run ``function(**arguments)`` in `ranks_per_host` processes of each host, and return the result of each.
 
-        Ranks are numbered host by host, and have torchrun's environment; their rendezvous store is in
-        host 0. Everything else is as in `run_processes`.
+        Ranks are numbered host by host, from `first_host` on, and have torchrun's environment; their rendezvous store
+        is in that host. Everything else is as in `run_processes`.
         """
-        hosts = self._network.hosts
+        hosts = self._network.hosts[first_host:]
         store = hosts[0].call(open_store)
         return run_processes(
-            self.num_hosts * ranks_per_host,
+            len(hosts) * ranks_per_host,
             function,
             arguments,
             timeout_s=timeout_s,
             wait_for=wait_for,
             store=store,
-            environment={**_network_environment(), **(environment or {})},
+            environment={**_network_environment(first_host), **(environment or {})},
             namespaces=[host.path for host in hosts for _ in range(ranks_per_host)],
         )
+
+    def call(self, host: int, function: Callable[[], T]) -> T:
+        """Return the result of a function, run inside a host by a thread of this process: what it opens stays there."""
+        return self._network.hosts[host].call(function)
 
     def counters(self) -> list[LinkCounters]:
         """Return the counters of each host's link, by host."""
@@ -149,9 +156,9 @@ def address(host: int) -> str:
     return f"{_SUBNET}.{host + 1}"
 
 
-def _network_environment() -> dict[str, str]:
+def _network_environment(first_host: int) -> dict[str, str]:
     return {
-        "MASTER_ADDR": address(0),
+        "MASTER_ADDR": address(first_host),
         "GLOO_SOCKET_IFNAME": INTERFACE,
         "TORCH_CPP_LOG_LEVEL": "ERROR",  # else a warning that addresses have no names here
     }

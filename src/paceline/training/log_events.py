@@ -1,10 +1,13 @@
 """Events that a training writes to its log."""
 
+import dataclasses
 import time
 import traceback
 from collections.abc import Iterator, Sequence
 
 from paceline.checkpoint import SavedCheckpoint
+from paceline.data.storage import read_counters
+from paceline.monitor.data_events import StoreRead
 from paceline.monitor.events import (
     BadSampleFound,
     BucketExchanged,
@@ -156,6 +159,13 @@ def log_routing(session: Session) -> None:
     counts = [[sum(each) for each in zip(*(one.counts for one in by_layer[name]), strict=True)] for name in layers]
     dropped = [sum(one.num_dropped for one in by_layer[name]) for name in layers]
     session.log_event(ExpertsUsed(layers=layers, counts=counts, num_dropped=dropped))
+
+
+def log_stores(session: Session) -> None:
+    """Log what this worker has read from stores so far, if its data lies in any."""
+    training = session.training
+    for counters in read_counters():
+        training.log.write(StoreRead(**dataclasses.asdict(counters)), step=training.step)
 
 
 def log_distance(session: Session) -> None:

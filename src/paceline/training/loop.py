@@ -45,6 +45,7 @@ from paceline.training.log_events import (
     log_routing,
     log_saved,
     log_step,
+    log_stores,
 )
 from paceline.training.model import resize, size_of
 from paceline.training.reforming import start_alone, train_through_views
@@ -380,6 +381,7 @@ def do_after_step(session: Session, *, stop: bool) -> bool:
     if next_boundary(session, step - 1) == step:
         log_delays(session)
         log_routing(session)
+        log_stores(session)
     is_last = step == training.num_steps
     if is_evaluation_due(training) and (is_last or not stop):
         assert training.splits.held_out is not None

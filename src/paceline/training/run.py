@@ -129,6 +129,8 @@ class Run(Settings):
     """Rate of failures for checkpoint_interval auto; by default what the run's log shows, from 1 a day on."""
     keep_checkpoints: int | None = Field(default=3, ge=1)
     """Number of newest checkpoints to keep; none for all."""
+    checkpoint_url: str | None = None
+    """Path or URL of a store, for this run alone, with copies of all checkpoints; a start anywhere takes the newest."""
     incremental_checkpoints: int = Field(default=0, ge=0)
     """Checkpoints between two full ones that write only what has changed since the one before; 0 for full ones alone.
     For models of which much stays as it is: frozen parts, embeddings of rare words."""

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from paceline.checkpoint import AsyncSaver, Checkpoint, CheckpointStore, SavedState
+from paceline.checkpoint.mirror import CheckpointMirror
 from paceline.comm.group import Group
 from paceline.data import Source, Splits
 from paceline.errors import CheckpointError
@@ -101,7 +102,8 @@ def start_training(
     splits = run.open_data()
     if isinstance(splits.held_out, Source):
         check_samples(len(splits.held_out))
-    store = CheckpointStore(directory / "checkpoints", run.keep_checkpoints, run.incremental_checkpoints)
+    mirror = CheckpointMirror(run.checkpoint_url) if run.checkpoint_url is not None and group.rank == 0 else None
+    store = CheckpointStore(directory / "checkpoints", run.keep_checkpoints, run.incremental_checkpoints, mirror)
     checkpoint: SavedState | None = _find_checkpoint(store, log) if group.rank == 0 and is_resumed else None
     if is_resumed:
         checkpoint = run.peer_memory.recall(directory, group, checkpoint, log)

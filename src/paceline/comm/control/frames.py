@@ -72,6 +72,14 @@ class FrameReader:
         """Whether bytes have come that no message has used: the beginning of a frame, or a whole one."""
         return bool(self._buffer)
 
+    @property
+    def missing(self) -> int:
+        """Number of bytes that surely belong to the next message and have not come yet."""
+        if len(self._buffer) < _HEADER.size:
+            return _HEADER.size - len(self._buffer)
+        length: int = _HEADER.unpack_from(self._buffer)[0]
+        return max(1, _HEADER.size + min(length, self._max_bytes) + _SEAL_BYTES - len(self._buffer))
+
     def feed(self, data: bytes) -> None:
         """Take the next bytes."""
         self._buffer += data

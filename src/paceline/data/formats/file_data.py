@@ -20,6 +20,7 @@ from paceline.data.formats.leaves import KEY, find_image_type, flatten
 from paceline.data.formats.source import FileSource
 from paceline.data.image_decoding import Decoder, decode_image
 from paceline.data.images import normalise
+from paceline.data.storage import StoreSettings
 from paceline.errors import DataError, SettingsError
 from paceline.registry import register
 
@@ -38,7 +39,7 @@ class FileData(Data):
     """
 
     path: str
-    """Folder or file of the data."""
+    """Folder or file of the data, or its URL."""
     format: str = "auto"
     """Format of the files: tar, parquet, arrow, hf, tfrecord, mds, jsonl, jsonl_gz, jsonl_zst, folder, tokens, text;
     auto for what their names say."""
@@ -62,6 +63,8 @@ class FileData(Data):
     """Fraction of the samples that is held out, at equal distances, where `held_out` is not given."""
     snapshot: str = ""
     """Fingerprint of the data, or its first 8 characters or more, without which a run does not start."""
+    store: StoreSettings = StoreSettings()
+    """Time limits and caches of a store that an URL names."""
     verify: bool = False
     """Whether each block of 1 MiB is compared with its digest in the index when it is first touched."""
 
@@ -90,6 +93,7 @@ class FileData(Data):
             sequence_length=self.sequence_length,
             snapshot=snapshot,
             verify=self.verify,
+            store=self.store,
         )
         first = {name: value for name, value in flatten(source.read_trees(np.arange(1))[0]).items() if name != KEY}
         name = self.input or _guess_input(first, path)

@@ -6,8 +6,10 @@ from typing import Any
 import numpy as np
 
 from paceline.data.base import Source
-from paceline.data.formats.source import Extent, FileSource
+from paceline.data.formats.source import FileSource
 from paceline.data.orders import Indices
+from paceline.data.storage import Extent
+from paceline.data.storage.base import Upcoming
 
 
 class PartOfSource(Source):
@@ -50,6 +52,10 @@ class PartOfSource(Source):
     def locate(self, indices: Indices) -> list[Extent]:
         """Return the ranges of bytes that reading samples touches."""
         return self.source.locate(self._map(indices))
+
+    def expect(self, upcoming: Upcoming) -> None:
+        """Tell the storage what will be read: see `FileSource.expect`."""
+        self.source.storage.expect(upcoming, self.locate)
 
     def read(self, indices: Indices) -> Any:
         """Return samples, transformed and collated."""

@@ -1,9 +1,18 @@
 """Place of a data set: the storage and the files that are meant."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from paceline.data.storage import FileInfo, LocalStorage, Storage
+from paceline.data.storage import (
+    FileInfo,
+    LocalStorage,
+    Storage,
+    StoreSettings,
+    is_url,
+    open_storage,
+    open_store,
+)
 from paceline.errors import DataError
 
 INDEX_FOLDER = ".paceline"
@@ -16,6 +25,8 @@ class Place(NamedTuple):
     storage: Storage
     name: str
     """Path of the one file that is meant; empty for all files."""
+    digests: dict[str, Sequence[str]]
+    """Digests of the blocks of files, by which a cache checks what arrives; filled in once an index is read."""
 
     @property
     def index_folder(self) -> str:
@@ -41,9 +52,33 @@ class Place(NamedTuple):
         return found
 
 
-def open_place(path: str | Path | Storage) -> Place:
-    """Return the place of a data set: a folder, one file, or any storage."""
+def open_place(path: str | Path | Storage, store: StoreSettings | None = None) -> Place:
+    """Return the place of a data set: a folder, one file, or any storage.
+
+    Args:
+        path: Path or URL of a folder or a file, or a storage.
+        store: Time limits and caches of a store that an URL names.
+    """
+    digests: dict[str, Sequence[str]] = {}
     if isinstance(path, Storage):
-        return Place(path, "")
+        return Place(path, "", digests)
+    if is_url(path):
+        root, _, name = str(path).rstrip("/").rpartition("/")
+        if not _names_file(root, name, store):
+            root, name = str(path), ""
+        return Place(open_storage(root, store, digests=digests.get), name, digests)
     local = Path(path).expanduser()
-    return Place(LocalStorage(local.parent), local.name) if local.is_file() else Place(LocalStorage(local), "")
+    if local.is_file():
+        return Place(LocalStorage(local.parent), local.name, digests)
+    return Place(LocalStorage(local), "", digests)
+
+
+def _names_file(root: str, name: str, store: StoreSettings | None) -> bool:
+    """Return whether an URL is that of a file, which has a suffix, in the folder `root`."""
+    if "." not in name or root.endswith("/"):  # what is before it is a host or bucket
+        return False
+    parent = open_store(root, store)
+    try:
+        return parent.find(name) is not None
+    finally:
+        parent.close()

@@ -25,7 +25,8 @@ from paceline.data.image_decoding import decode_image
 from paceline.data.map_source import CollateFn, collate
 from paceline.data.orders import Indices
 from paceline.data.randomness import seed_generators
-from paceline.data.storage import Storage
+from paceline.data.storage import Extent, Storage, StoreSettings
+from paceline.data.storage.base import Upcoming
 from paceline.errors import BadSample, DataError
 
 _KEPT_BYTES = 64 << 20
@@ -34,14 +35,6 @@ _KEPT_BYTES = 64 << 20
 
 class NoIndexWarning(UserWarning):
     """Data has no index, so that its content cannot be compared with anything."""
-
-
-class Extent(NamedTuple):
-    """A range of a file's bytes."""
-
-    path: str
-    start: int
-    num_bytes: int
 
 
 class _Fetched(NamedTuple):
@@ -60,7 +53,7 @@ class FileSource(Source):
     are asked for are read, or of the groups that hold them.
 
     Args:
-        path: Folder, file, or storage of the data.
+        path: Folder or file of the data, its URL, or its storage.
         format: Name of the format; ``auto`` for what the files' names say.
         transform: Function that makes a sample of a model from a tree of leaves, in which images are still bytes; by
             default images become tensors [channels, height, width] of bytes and all else stays.
@@ -69,6 +62,7 @@ class FileSource(Source):
         snapshot: Fingerprint, or its first characters, that the data must have.
         verify: Whether to compare each block of 1 MiB with its digest when it is first touched, which reads all of it.
         spec: Sizes for models that are built from settings.
+        store: Time limits and caches of a store that an URL names.
 
     Attributes:
         storage: Storage of the files.
@@ -91,12 +85,15 @@ class FileSource(Source):
         snapshot: str = "",
         verify: bool = False,
         spec: Spec | None = None,
+        store: StoreSettings | None = None,
     ) -> None:
-        place = open_place(path)
+        place = open_place(path, store)
         self._place = str(place)
         self._index = find_index(place, format, sequence_length)
         self.manifest: DataManifest = self._index.manifest
         self.manifest.check_snapshot(snapshot, self._place)
+        known = {file.path: self.manifest.digests(file.path) for file in self.manifest.files}
+        place.digests.update({name: digests for name, digests in known.items() if digests is not None})
         if not self.manifest.has_digests:
             warnings.warn(
                 f"{self._place} has no index, so that only sizes of files identify its content; make one: "
@@ -150,6 +147,10 @@ class FileSource(Source):
         names = self.manifest.files
         extents = [Extent(names[file].path, *row) for file, row in zip(files.tolist(), rows.tolist(), strict=True)]
         return list(dict.fromkeys(extents))
+
+    def expect(self, upcoming: Upcoming) -> None:
+        """Tell the storage what will be read, so that it fetches ahead and keeps what is used next."""
+        self.storage.expect(upcoming, self.locate)
 
     def read(self, indices: Indices) -> Any:
         """Return samples, transformed and collated.

@@ -7,6 +7,7 @@ from blake3 import blake3
 
 from paceline.data.formats.manifest import BLOCK_BYTES, DataManifest
 from paceline.data.storage import FileInfo, Storage
+from paceline.data.storage.base import Locate, Upcoming
 from paceline.errors import DataError
 
 
@@ -40,7 +41,7 @@ class VerifiedStorage(Storage):
         """Return a file; None if there is none."""
         return self._storage.find(path)
 
-    def read(self, path: str, start: int = 0, num_bytes: int | None = None) -> bytes:
+    def read(self, path: str, start: int = 0, num_bytes: int | None = None, *, version: str = "") -> bytes:
         """Return bytes of a file.
 
         Raises:
@@ -48,7 +49,7 @@ class VerifiedStorage(Storage):
         """
         stop = self._sizes.get(path, start) if num_bytes is None else start + num_bytes
         self._verify(path, start, stop)
-        return self._storage.read(path, start, num_bytes)
+        return self._storage.read(path, start, num_bytes, version=version)
 
     def read_ranges(self, path: str, ranges: Sequence[tuple[int, int]]) -> list[bytes]:
         """Return several ranges of a file."""
@@ -59,6 +60,18 @@ class VerifiedStorage(Storage):
     def write(self, path: str, content: bytes) -> None:
         """Write a file as a whole."""
         self._storage.write(path, content)
+
+    def remove(self, paths: Sequence[str]) -> None:
+        """Remove files."""
+        self._storage.remove(paths)
+
+    def expect(self, upcoming: Upcoming, locate: Locate) -> None:
+        """Take note of what will be read."""
+        self._storage.expect(upcoming, locate)
+
+    def close(self) -> None:
+        """Let go of connections and threads."""
+        self._storage.close()
 
     def _verify(self, path: str, start: int, stop: int) -> None:
         size = self._sizes.get(path, 0)

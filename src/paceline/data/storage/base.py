@@ -1,8 +1,13 @@
 """Base class of storages: files by path, of which ranges of bytes are read."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple, Protocol
+
+from paceline.data.orders import Indices
+from paceline.errors import DataError
 
 
 @dataclass(frozen=True)
@@ -14,6 +19,44 @@ class FileInfo:
     num_bytes: int
     version: str = ""
     """Mark that another content of the file would not have, such as an etag; empty if the storage has none."""
+
+
+class Extent(NamedTuple):
+    """Bytes of a file that are read together."""
+
+    path: str
+    start: int
+    num_bytes: int
+
+
+class Upcoming(Protocol):
+    """Samples that will be read, in the order of all workers together; see `paceline.data.upcoming`."""
+
+    @property
+    def position(self) -> int:
+        """Position before which nobody here reads any more."""
+
+    @property
+    def stop(self) -> int | None:
+        """Position at which the data ends; None if it does not."""
+
+    def samples(self, start: int, stop: int) -> Indices:
+        """Return the index of the sample at each position."""
+
+    def step_at(self, position: int) -> tuple[int, Sequence[tuple[int, int]]]:
+        """Return the end of the step that begins at a position, and its parts (start, stop) that this worker reads."""
+
+
+Locate = Callable[[Indices], Sequence[tuple[str, int, int]]]
+"""Function that returns the extents (path, start, number of bytes) that reading samples touches."""
+
+
+def changed(url: str) -> DataError:
+    """Return the error for a file that is no longer the one that was found at first."""
+    return DataError(
+        f"{url} must stay as it was when it was first read, but it has changed since; put the old file back, or start "
+        "a new run with the new one"
+    )
 
 
 class Storage(ABC):
@@ -37,8 +80,19 @@ class Storage(ABC):
         """Return a file; None if there is none."""
 
     @abstractmethod
-    def read(self, path: str, start: int = 0, num_bytes: int | None = None) -> bytes:
-        """Return bytes of a file, by default all that follow `start`."""
+    def read(self, path: str, start: int = 0, num_bytes: int | None = None, *, version: str = "") -> bytes:
+        """Return bytes of a file.
+
+        Args:
+            path: Path of the file.
+            start: Offset of the first byte.
+            num_bytes: Number of bytes; None for all that follow.
+            version: Version that the file must still have; empty for any.
+
+        Raises:
+            DataError: The file is missing, too short, may not be read, or has another version.
+            StorageError: The storage cannot be reached.
+        """
 
     def read_ranges(self, path: str, ranges: Sequence[tuple[int, int]]) -> list[bytes]:
         """Return several ranges (start, number of bytes) of a file, in that order."""
@@ -47,3 +101,22 @@ class Storage(ABC):
     @abstractmethod
     def write(self, path: str, content: bytes) -> None:
         """Write a file as a whole: nobody ever sees a part of it. Folders are made."""
+
+    def write_from(self, path: str, file: Path) -> None:
+        """Write a file as a whole, from one of this machine."""
+        self.write(path, file.read_bytes())
+
+    @abstractmethod
+    def remove(self, paths: Sequence[str]) -> None:
+        """Remove files; those that are not there are passed over."""
+
+    def expect(self, upcoming: Upcoming, locate: Locate) -> None:
+        """Take note of what will be read; unused here, where nothing is kept or fetched ahead.
+
+        Args:
+            upcoming: Samples that come next.
+            locate: Function that returns where samples lie.
+        """
+
+    def close(self) -> None:
+        """Let go of connections and threads; nothing is read afterwards."""

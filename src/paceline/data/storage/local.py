@@ -6,7 +6,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from pathlib import Path
 
-from paceline.data.storage.base import FileInfo, Storage
+from paceline.data.storage.base import FileInfo, Storage, changed
 from paceline.errors import DataError, storing
 
 _NUM_OPEN = 64
@@ -58,17 +58,19 @@ class LocalStorage(Storage):
             return None
         return FileInfo(path, status.st_size, f"{status.st_mtime_ns}")
 
-    def read(self, path: str, start: int = 0, num_bytes: int | None = None) -> bytes:
+    def read(self, path: str, start: int = 0, num_bytes: int | None = None, *, version: str = "") -> bytes:
         """Return bytes of a file."""
-        return self._read_from(path, [(start, num_bytes)])[0]
+        return self._read_from(path, [(start, num_bytes)], version)[0]
 
     def read_ranges(self, path: str, ranges: Sequence[tuple[int, int]]) -> list[bytes]:
         """Return several ranges of a file, all of one content even if the file is replaced meanwhile."""
         return self._read_from(path, ranges)
 
-    def _read_from(self, path: str, ranges: Sequence[tuple[int, int | None]]) -> list[bytes]:
+    def _read_from(self, path: str, ranges: Sequence[tuple[int, int | None]], version: str = "") -> list[bytes]:
         try:
-            file, size = self._open(path)
+            file, size, changed_ns = self._open(path)
+            if version not in ("", f"{changed_ns}"):
+                raise changed(str(self._root / path))
             contents = []
             for start, num_bytes in ranges:
                 wanted = size - start if num_bytes is None else num_bytes
@@ -83,8 +85,8 @@ class LocalStorage(Storage):
             raise DataError(f"{self._root / path} must be readable, but: {error.strerror}") from error
         return contents
 
-    def _open(self, path: str) -> tuple[_OpenFile, int]:
-        """Return a file and its size; the newest ones stay open, for as long as they are the same."""
+    def _open(self, path: str) -> tuple[_OpenFile, int, int]:
+        """Return a file, its size and the time of its last change; the newest stay open while they are the same."""
         name = f"{self._root}/{path}"
         status = os.stat(name)
         identity = status.st_dev, status.st_ino, status.st_mtime_ns, status.st_size
@@ -95,7 +97,7 @@ class LocalStorage(Storage):
                 while len(self._files) > _NUM_OPEN:
                     self._files.popitem(last=False)
             self._files.move_to_end(path)
-        return kept[0], status.st_size
+        return kept[0], status.st_size, status.st_mtime_ns
 
     def write(self, path: str, content: bytes) -> None:
         """Write a file beside its place, then move it there."""
@@ -108,3 +110,9 @@ class LocalStorage(Storage):
                 file.flush()
                 os.fsync(file.fileno())
             os.replace(part, target)
+
+    def remove(self, paths: Sequence[str]) -> None:
+        """Remove files; those that are not there are passed over."""
+        for path in paths:
+            with storing(self._root / path):
+                (self._root / path).unlink(missing_ok=True)

@@ -1,0 +1,64 @@
+"""Samples that a loader will read, for storages that fetch ahead and drop by next use."""
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+
+from paceline.data.base import Source
+from paceline.data.order import GlobalOrder, Interval
+from paceline.data.orders import Indices
+from paceline.data.read_steps import StepReads
+
+
+class UpcomingSamples:
+    """The global order from a position on, and this worker's part of it.
+
+    Args:
+        order: Global order.
+        position: Position of the first sample that is not read yet.
+        stop: Position at which the data ends; None if it does not.
+        divide: Function that returns the step from a position on, and its parts that this worker reads.
+    """
+
+    def __init__(
+        self,
+        order: GlobalOrder,
+        position: int,
+        stop: int | None,
+        divide: Callable[[int], tuple[Interval, Sequence[tuple[int, int]]]],
+    ) -> None:
+        self.position = position
+        """Position before which this worker reads no more; the loader moves it."""
+        self.stop = stop
+        self._order = order
+        self._divide = divide
+
+    def samples(self, start: int, stop: int) -> Indices:
+        """Return the index of the sample at each position."""
+        return self._order.samples_at(Interval(start, stop))
+
+    def step_at(self, position: int) -> tuple[int, Sequence[tuple[int, int]]]:
+        """Return the end of the step that begins at a position, and its parts that this worker reads."""
+        interval, parts = self._divide(position)
+        return interval.stop, parts
+
+
+def announce(
+    source: Source,
+    upcoming: UpcomingSamples,
+    steps: Iterator[StepReads],
+    num_ahead: int,
+) -> Iterator[StepReads]:
+    """Yield the steps that a loader plans, after `source` was told of them all.
+
+    Args:
+        source: Source that will read them.
+        upcoming: Samples from the first step on; its position is moved as steps are planned.
+        steps: Steps that are planned.
+        num_ahead: Number of steps, before one that is planned, that may still be read.
+    """
+    source.expect(upcoming)
+    starts: deque[int] = deque(maxlen=num_ahead + 1)
+    for step in steps:
+        starts.append(step.interval.start)
+        upcoming.position = starts[0]
+        yield step
