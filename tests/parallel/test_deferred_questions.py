@@ -256,6 +256,10 @@ def make_whisper() -> nn.Module:
     return WhisperForConditionalGeneration(WhisperConfig(**sizes, **heads, **tokens))
 
 
+def test_a_model_without_tensors_is_deferred() -> None:
+    compare(nn.ReLU)
+
+
 FOREIGN = [make_gpt2, make_bert, make_t5, make_mixtral, make_llama, make_vit, make_whisper]
 
 

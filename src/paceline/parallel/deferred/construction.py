@@ -11,7 +11,7 @@ from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
-from paceline.parallel.deferred.memory import key_of
+from paceline.parallel.deferred.empty_storages import key_of
 from paceline.parallel.deferred.python_access import watching_python
 from paceline.parallel.deferred.recording import Recording, Reference
 from paceline.parallel.deferred.refusal import UndeferrableError, explain
@@ -121,7 +121,8 @@ def defer(build: Callable[[], nn.Module]) -> tuple[nn.Module, Construction]:
     try:
         module = _build(recording, build)
         try:
-            construction = _check(recording, module)
+            _check(recording, module)
+            construction = Construction(recording, module)
         except (AssertionError, RuntimeError) as error:  # such as of a parameter whose `data` has values
             raise explain(error) from error
         recording.settle()
@@ -161,8 +162,8 @@ def _build(recording: Recording, build: Callable[[], nn.Module]) -> nn.Module:
     return module
 
 
-def _check(recording: Recording, module: nn.Module) -> Construction:
-    """Return the construction of a module that can be finished parameter by parameter."""
+def _check(recording: Recording, module: nn.Module) -> None:
+    """Raise `UndeferrableError` if a module cannot be finished parameter by parameter."""
     named = [*_list_tensors(module), *_list_attribute_tensors(module)]
     owners: dict[int, int] = {}
     for name, tensor in named:
@@ -176,8 +177,6 @@ def _check(recording: Recording, module: nn.Module) -> Construction:
             raise UndeferrableError(f"{name} {reason}")
         if is_recorded and owners.setdefault(key_of(tensor), id(tensor)) != id(tensor):
             raise UndeferrableError(f"{name} shares memory with another tensor and is not the same")
-    del named, name, tensor
-    return Construction(recording, module)
 
 
 def _find_reason(tensor: Tensor, *, is_recorded: bool) -> str:

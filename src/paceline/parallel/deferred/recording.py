@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
+from paceline.parallel.deferred.empty_storages import EmptyStorages, key_of
 from paceline.parallel.deferred.generator import cost
-from paceline.parallel.deferred.memory import Memory, key_of
 from paceline.parallel.deferred.operators import (
     REPLACING,
     asks_for_values,
@@ -132,7 +132,7 @@ class Recording(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._memory = Memory()
+        self._storages = EmptyStorages()
         self._operations: list[_Operation] = []
         self._writers: dict[int, list[int]] = {}
         self._constant_bytes = 0
@@ -150,7 +150,7 @@ class Recording(TorchDispatchMode):
         leaves, _ = tree_flatten((args, kwargs))
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         has_device = any(argument.name == "device" for argument in func._schema.arguments)
-        is_concerned = any(map(self._memory.knows, tensors))
+        is_concerned = any(map(self._storages.knows, tensors))
         if not is_concerned and (not _makes_in_memory(kwargs.get("device"), tensors) if has_device else tensors):
             if torch.Tag.nondeterministic_seeded in func.tags:
                 self._stream.settle()
@@ -188,27 +188,27 @@ class Recording(TorchDispatchMode):
 
     def refer(self, tensor: Tensor) -> Reference | None:
         """Return the reference of a tensor that was recorded, None of another."""
-        return self._refer(tensor) if self._memory.knows(tensor) else None
+        return self._refer(tensor) if self._storages.knows(tensor) else None
 
     def _refer(self, tensor: Tensor) -> Reference:
         return Reference(key_of(tensor), tensor.dtype, tensor.shape, tensor.stride(), int(tensor.storage_offset()))
 
     def knows(self, held: Tensor | torch.UntypedStorage) -> bool:
         """Whether a tensor, or a storage, is one of those without memory."""
-        return self._memory.knows(held)
+        return self._storages.knows(held)
 
     def copy_storage(self, storage: torch.UntypedStorage) -> torch.UntypedStorage:
         """Return a copy of a storage without memory, which is one, too."""
-        return self._memory.view(storage).clone().untyped_storage()
+        return self._storages.view(storage).clone().untyped_storage()
 
     def release(self) -> None:
         """Make tensors harmless that are still held, such as by the traceback of an error, whose text may show them."""
-        self._memory.release()
+        self._storages.release()
 
     def is_held(self) -> bool:
         """Whether anybody else holds a tensor without memory, or a storage of one."""
         gc.collect()
-        return self._memory.is_held()
+        return self._storages.is_held()
 
     def with_values(self, leaf: Any) -> Any:
         """Return an argument with the values that it would have."""
@@ -252,7 +252,7 @@ class Recording(TorchDispatchMode):
 
     def digest(self, references: Iterable[Reference], values: Iterable[Tensor]) -> str:
         """Return a text that two recordings share if they make the same values, and have made the same `values`."""
-        places = {key: place for place, key in enumerate(self._memory.sizes)}
+        places = {key: place for place, key in enumerate(self._storages.sizes)}
 
         def rename(leaf: Any) -> Any:
             return replace(leaf, storage=places[leaf.storage]) if isinstance(leaf, Reference) else leaf
@@ -275,11 +275,11 @@ class Recording(TorchDispatchMode):
         recorded = [self._as_leaf(func, leaf) for leaf in leaves]
         if is_sized := has_size_by_values(func, leaves):
             found = func(*tree_map(self.with_values, args), **tree_map(self.with_values, kwargs))
-            result, new = self._memory.make_like(found)
+            result, new = self._storages.make_like(found)
         elif func in _FILLS.keys() | _CONSTANT_FILLS and args[0].is_floating_point():
             result, new = args[0], []
         else:
-            result, new = self._memory.run(func, args, kwargs)
+            result, new = self._storages.run(func, args, kwargs)
         results = tree_flatten(result)[0]
         made = [(place, self._refer(results[place])) for place in new]
         written = frozenset(key_of(tensor) for tensor in list_written(func, args, kwargs))
@@ -309,7 +309,7 @@ class Recording(TorchDispatchMode):
         written = {id(tensor) for tensor in list_written(func, args, kwargs)}
 
         def give(leaf: Any) -> Any:
-            if are_all_checked or not self._memory.knows(leaf) or is_integer(leaf):
+            if are_all_checked or not self._storages.knows(leaf) or is_integer(leaf):
                 return self.with_values(leaf)
             shape = leaf.shape if id(leaf) in written else ()
             return torch.zeros(shape, dtype=leaf.dtype, device="cpu").expand(leaf.shape)
@@ -349,7 +349,7 @@ class Recording(TorchDispatchMode):
         for place, number in enumerate(order):
             operation = self._operations[number]
             for key in operation.reads - storages.keys():  # of which nothing before is of use
-                storages[key] = torch.UntypedStorage(self._memory.sizes[key])
+                storages[key] = torch.UntypedStorage(self._storages.sizes[key])
             operation.run(storages, self._stream)
             for key in touched[place] - wanted:
                 if last_use[key] == place:
@@ -377,7 +377,7 @@ class Recording(TorchDispatchMode):
 
     def _covers(self, reference: Reference) -> bool:
         num_bytes = reference.num_elements * reference.dtype.itemsize
-        return _is_contiguous(reference) and num_bytes == self._memory.sizes[reference.storage]
+        return _is_contiguous(reference) and num_bytes == self._storages.sizes[reference.storage]
 
     def _list_pointwise(self, reference: Reference) -> list[_Operation] | None:
         """Return the operations that made a tensor, if each element is made alone and in order; else None."""
@@ -400,7 +400,7 @@ class Recording(TorchDispatchMode):
         return None
 
     def _writes_outside(self, func: Any, args: Any, kwargs: Any) -> bool:
-        are_known = {self._memory.knows(tensor) for tensor in list_written(func, args, kwargs)}
+        are_known = {self._storages.knows(tensor) for tensor in list_written(func, args, kwargs)}
         if len(are_known) > 1:
             raise UndeferrableError(f"the operator {func} writes at once to the model's tensors and to others")
         return False in are_known

@@ -14,7 +14,7 @@ from paceline.parallel.deferred.refusal import UndeferrableError
 _CPU, _META = torch.device("cpu"), torch.device("meta")
 
 
-class Memory:
+class EmptyStorages:
     """The storages without memory of one construction.
 
     A tensor of them has no class and no device of its own by which code could tell it from one with values: torch
