@@ -35,7 +35,7 @@ class Held:
 
     Args:
         descriptors: Open files and sockets.
-        threads: Its threads.
+        threads: Number of threads.
         private_bytes: Memory that it shares with no other process.
         segments: Files in shared memory, of all processes.
     """
