@@ -118,10 +118,13 @@ def main() -> None:
     """Kill, count, and judge."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--num_changes", type=int, default=1000, help=f"at least {_NUM_LOOKS}")
-    num_changes = max(_NUM_LOOKS, parser.parse_args().num_changes)
+    parser.add_argument("--directory", type=Path, help="folder for the run, which stays; a temporary one by default")
+    given = parser.parse_args()
+    num_changes = max(_NUM_LOOKS, given.num_changes)
     looks: dict[str, list[Held]] = {"launcher": [], "w0": []}
     with tempfile.TemporaryDirectory() as temporary:
-        folder = Path(temporary, "run")
+        folder = (given.directory or Path(temporary)) / "run"
+        folder.parent.mkdir(parents=True, exist_ok=True)
         launcher = train(folder)
         began_s = time.monotonic()
         try:
