@@ -238,6 +238,7 @@ class BucketLauncher:
         for bucket in self.buckets:
             bucket.slots.clear()
         self.buckets = []
+        self._launch = _launch_no_more
 
     def _make_hook(self, slot: Slot) -> Callable[[Tensor], None]:
         def hook(_: Tensor) -> None:
@@ -286,3 +287,7 @@ def _is_dense(parameter: Tensor) -> bool:
             return False
         expected *= size
     return True
+
+
+def _launch_no_more(bucket: Bucket) -> Work:
+    raise AssertionError(f"bucket {bucket.index} must be launched before its launcher is closed")
