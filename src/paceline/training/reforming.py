@@ -145,6 +145,7 @@ def train_through_views(training: Training, member: Member, run_steps: RunSteps)
                 hung_ranks = error.hung_ranks if isinstance(error, PeerTimeoutError) else ()
                 accused = tuple(view.names[rank] for rank in hung_ranks)
                 member.report_loss(done, is_whole=kept.is_whole, reason=str(error), accused=accused)
+                _forget_frames(error)
             except BaseException as error:
                 if group is not None:
                     group.close(error)
@@ -257,6 +258,12 @@ def _leave(
         return _keep(session, view)
     finally:
         session.replica.close()
+
+
+def _forget_frames(error: BaseException | None) -> None:
+    """Let go of what was on the stack of an error that is dealt with: the session, and with it buffers of the model."""
+    while error is not None:
+        error.__traceback__, error = None, error.__cause__ or error.__context__
 
 
 def _keep(session: Session, view: View) -> _Kept:

@@ -37,6 +37,7 @@ from paceline.comm.shared_memory.transfers import (
     flatten,
     sum_in_place,
 )
+from paceline.comm.threads import call_weakly
 from paceline.comm.torch_group import TorchGroup
 from paceline.errors import CommunicationError, PacelineError
 
@@ -94,7 +95,7 @@ class SharedMemoryGroup(Group):
             timeout_s=timeout_s,
             epoch=epoch,
             names=self.names,
-            on_verdict=self._end_by,
+            on_verdict=call_weakly(self._end_by),
         )
         self._recorder.board = self._network.board
         self._channel: Channel | None = None
@@ -305,14 +306,15 @@ class SharedMemoryGroup(Group):
     def _find_parts(self, operation: Operation, flat: Tensor) -> list[Tensor] | None:
         """Return the tensors of all ranks, once all have begun the operation; None if they are not shared."""
         mine, places = self._buffers.locate(flat), list[bytes]()
+        large, size = self._large, self.size  # steps that never end hold these, but not the group with its connections
 
         def read(slot: int) -> None:
-            places.extend(ctypes.string_at(self._large.address(slot, rank), PLACE.size) for rank in range(self.size))
+            places.extend(ctypes.string_at(large.address(slot, rank), PLACE.size) for rank in range(size))
 
         def fill(slot: int) -> None:
-            ctypes.memmove(self._large.address(slot), mine, PLACE.size)
+            ctypes.memmove(large.address(slot), mine, PLACE.size)
 
-        self._large.post(operation, fill, read).wait()
+        large.post(operation, fill, read).wait()
         return self._buffers.find_parts(flat, places)
 
     def _share_segment(
