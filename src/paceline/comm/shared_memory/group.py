@@ -230,6 +230,8 @@ class SharedMemoryGroup(Group):
         error = error or self._recorder.failure
         if isinstance(error, PacelineError):
             self._recorder.failure = self._recorder.failure or error  # which ends operations in other threads
+            self._small.abandon()
+            self._large.abandon()
         last_words = f"{type(error).__name__}: {error}" if error else ""
         if self._channel is None or error is not None:
             self._leave(last_words)
@@ -323,21 +325,25 @@ class SharedMemoryGroup(Group):
         """Return a segment that all ranks have mapped, or None and the reasons, by rank."""
         operation = self._begin(name, "allocate")
         self._small.post(operation, None, None).wait()
-        made, memory, reason = None, None, None
+        descriptor, memory, reason = None, None, None
         if self.rank == 0:
-            made, reason = _attempt(lambda: create(num_bytes))
-        reasons = self.gather_documents(reason, name=name)
-        if any(reasons):
-            return None, reasons
-        began_s = time.monotonic()
+            descriptor, reason = _attempt(lambda: create(num_bytes))
+        try:
+            reasons = self.gather_documents(reason, name=name)
+            if any(reasons):
+                return None, reasons
+            began_s = time.monotonic()
 
-        def check() -> None:
-            self._recorder.check_peers(operation, began_s, lambda: [0])
+            def check() -> None:
+                self._recorder.check_peers(operation, began_s, lambda: [0])
 
-        descriptor, reason = _attempt(lambda: self._hub.share(made, self.timeout_s, check))
-        if descriptor is not None:
-            memory, reason = _attempt(lambda: map_here(descriptor))
-            os.close(descriptor)
+            shared, reason = _attempt(lambda: self._hub.share(descriptor, self.timeout_s, check))
+            descriptor = descriptor if self.rank == 0 else shared
+            if shared is not None:
+                memory, reason = _attempt(lambda: map_here(shared))
+        finally:
+            if descriptor is not None:
+                os.close(descriptor)
         reasons = self.gather_documents(reason, name=name)
         return None if any(reasons) else memory, reasons
 
