@@ -42,6 +42,20 @@ def test_all_begin_together_once_they_are_there():
     assert (view.epoch, view.names, view.previous, view.step) == (5, ("w0", "w1"), (None, None), -1)
 
 
+def test_a_boundary_is_asked_for_once():
+    coordinator, _ = begin(2)
+    assert coordinator.handle(Scaled(3)) == [StartWorker("w2", 2)]
+    assert coordinator.handle(Ready("w2")) == [AskForBoundary(0)]
+    assert coordinator.handle(Voted("w0", 0, 7)) == []
+
+
+def test_workers_that_stop_unasked_are_told_to_go_on():
+    coordinator, _ = begin(2)
+    assert coordinator.handle(Voted("w0", 0, 7)) == []
+    (announce,) = coordinator.handle(Voted("w1", 0, 7))
+    assert (announce.view.epoch, announce.view.names, announce.view.step) == (1, ("w0", "w1"), 7)
+
+
 def test_a_spare_takes_the_place_of_who_dies():
     coordinator, actions = begin(2, num_spares=1)
     assert StartWorker("w2", 2) in actions

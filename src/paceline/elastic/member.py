@@ -130,7 +130,8 @@ class StoreMember(Member):
         self._store: Store = PrefixStore("control", connect())
         self._group_store = connect()
         self._status = Status(obstacle=obstacle)
-        self._is_pending = False
+        self._changing = -1
+        """Epoch of the last announced change; a number, since a beat may still tell of the one before."""
         self._is_leaving = False
         self._lock = RLock()
         self._closed = Event()
@@ -181,7 +182,7 @@ class StoreMember(Member):
 
     def change_is_pending(self) -> bool:
         """Return what the last beat found."""
-        return self._is_pending
+        return self._changing == self._status.epoch
 
     def open_group(self, view: View, device: torch.device, timeout_s: float, transport: Transport) -> Group:
         """Open it once all are there: gloo could not be called off if one of them died before."""
@@ -225,7 +226,6 @@ class StoreMember(Member):
     def _enter(self, document: dict[str, Any]) -> View:
         names, previous = document.pop("names"), document.pop("previous")
         view = View(**document | {"rank": names.index(self.name)}, names=tuple(names), previous=tuple(previous))
-        self._is_pending = False
         self._say(phase="opening", epoch=view.epoch, step=view.step, is_whole=True, reason="", accused=())
         return view
 
@@ -249,6 +249,10 @@ class StoreMember(Member):
             if replace(now, beat=before.beat) != before or now.beat == 1:
                 self._store.add("mail", 1)
 
+    def _look_for_change(self) -> None:
+        if (change := self._read("change")) is not None:
+            self._changing = change["epoch"]
+
     def _keep_beating(self) -> None:
         began_s = time.monotonic()
         while not self._closed.wait(BEAT_INTERVAL_S):
@@ -256,7 +260,6 @@ class StoreMember(Member):
             began_s = time.monotonic()
             try:
                 self._say()
-                change = self._read("change")
-                self._is_pending = change is not None and change["epoch"] == self._status.epoch
+                self._look_for_change()
             except RuntimeError:  # the launcher is gone, and this worker stops with a checkpoint
                 return

@@ -301,13 +301,17 @@ class Coordinator:
             if len(joiners) >= self.target:
                 here_first = sorted(joiners[: self.target], key=lambda name: bool(host_of(name)))
                 actions = self._announce(here_first, -1, "all workers are here")
-        elif self.is_broken or self._is_asked:
+        elif self.is_broken or self._is_asked or self._have_stopped():
             if len(self._list_votes()) == len(self.members) and (self.members or not self._is_ending):
                 actions = self._close_epoch(joiners)
         elif self._wants_change(joiners):
             self._is_asked = True
             actions = [AskForBoundary(self.epoch)]
         return actions if self.is_restarting else actions + self._start_missing()
+
+    def _have_stopped(self) -> bool:
+        """Return whether all workers wait at a boundary, asked or not: nobody else could let them go on."""
+        return bool(self.members) and len(self._list_votes()) == len(self.members)
 
     def _wants_change(self, joiners: list[str]) -> bool:
         if self._is_stopping or self._is_ending or self.obstacle:
