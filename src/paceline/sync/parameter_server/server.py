@@ -2,7 +2,7 @@
 
 import threading
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any
@@ -36,6 +36,8 @@ class RequestKind(IntEnum):
     LOAD = 6
     COUNT = 7
     """Return the delays of pushes."""
+    PUSH_AGAIN = 8
+    """Apply a push that another server was sent, and wait for nobody."""
 
 
 class Server(RpcService):
@@ -48,6 +50,8 @@ class Server(RpcService):
         codec: Codec of pushes.
         pull_codec: Codec of pulls, which then send differences from a worker's parameters instead of parameters.
         seed: Random seed of the codecs.
+        stops_at_loss: Whether to stop when a worker is lost, so that the others go on from this state; else they are
+            served on.
     """
 
     def __init__(
@@ -58,8 +62,11 @@ class Server(RpcService):
         codec: Codec,
         pull_codec: Codec,
         seed: int,
+        *,
+        stops_at_loss: bool = False,
     ) -> None:
         self._shard = shard
+        self._stops_at_loss = stops_at_loss
         self.server_update = server_update
         for worker in workers:
             server_update.clocks.join(worker)
@@ -72,6 +79,8 @@ class Server(RpcService):
         self._tickets: dict[int, _Ticket] = {}
         """Workers that wait for parameters."""
         self._failure: BaseException | None = None
+        self._is_broken = False
+        """Whether a request has failed half-way."""
         self.lost: dict[int, BaseException] = {}
         """Workers that left without saying goodbye."""
         self._bodies: dict[int, Tensor] = {}
@@ -100,6 +109,9 @@ class Server(RpcService):
         with self._changed:
             if error is not None:
                 self.lost[caller] = error
+                if self._stops_at_loss:
+                    self._stop(error)
+                    return
                 self.server_update.lose(caller)
             self._tickets.pop(caller, None)
             self._leave(caller)
@@ -107,8 +119,21 @@ class Server(RpcService):
     def fail(self, error: BaseException) -> None:
         """End all waiting for this server."""
         with self._changed:
-            self._failure = error
-            self._changed.notify_all()
+            self._is_broken |= not isinstance(error, CommunicationError)
+            self._stop(error)
+
+    def hold(self) -> Tensor | None:
+        """Stop serving, and return the state, from which another server can go on; None if this one has failed."""
+        with self._changed:
+            self._stop(CommunicationError("workers change"))
+            if self._is_broken:
+                return None
+            self.server_update.finish(self._shard)
+            return self._save({"used": self._shard.used})
+
+    def _stop(self, error: BaseException) -> None:
+        self._failure = self._failure or error
+        self._changed.notify_all()
 
     def follow(self, step: int, workers: Collection[int]) -> None:
         """Follow the first server: these workers count in a step."""
@@ -138,6 +163,7 @@ class Server(RpcService):
     def _read_push(self, caller: int, header: RpcHeader, body: Tensor) -> Push:
         mirror = self._mirrors[caller]
         push = Push(caller, header.clock, header.version, header.weight, header.value, [], [], [])
+        push.start, push.stop = header.start, header.stop
         if header.weight > 0:
             push.values, numbers = self._push_format.read(body, header.clock)
             push.rates, push.used = numbers[: self._num_groups], [flag > 0 for flag in numbers[self._num_groups :]]
@@ -177,13 +203,15 @@ class Server(RpcService):
             self._load(body)
         elif header.kind == RequestKind.COUNT:
             reply = pack_state({}, self._counts())
+        elif header.kind == RequestKind.PUSH_AGAIN:
+            self.server_update.push(shard, self._read_push(caller, header, body))
         return RpcHeader(header.kind, clock, shard.version), reply
 
-    def _save(self) -> Tensor:
+    def _save(self, more: Mapping[str, Any] | None = None) -> Tensor:
         tensors, scalars = self._shard.state()
         kept, numbers = self.server_update.state(self._shard)
         document = {"scalars": scalars, "version": self._shard.version, "server_update": numbers, **self._counts()}
-        return pack_state(tensors | kept, document)
+        return pack_state(tensors | kept, document | dict(more or {}))
 
     def _counts(self) -> dict[str, Any]:
         return {"delays": sorted(self._shard.delays.items()), "num_dropped": self._shard.num_dropped}
@@ -194,6 +222,7 @@ class Server(RpcService):
         self._shard.version = document.get("version", 0)
         self._shard.delays = Counter(dict(document.get("delays", ())))
         self._shard.num_dropped = document.get("num_dropped", 0)
+        self._shard.used = document.get("used", [])
         self.server_update.load_state(self._shard, tensors, document.get("server_update", {}))
 
     def _check(self) -> None:

@@ -1,8 +1,8 @@
 """The common settings of rules with servers, for servers and workers."""
 
 from abc import abstractmethod
-from collections.abc import Sequence
-from typing import Literal, Self
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, Self
 
 import torch
 from pydantic import Field, model_validator
@@ -12,6 +12,7 @@ from paceline.comm.group import Group
 from paceline.compression import Codec, NoCodec, RandomK
 from paceline.compression.message import message_bytes
 from paceline.errors import SettingsError
+from paceline.sync.parameter_server.meeting import find_missing
 from paceline.sync.parameter_server.shard import ServerUpdate
 from paceline.sync.rule import Rule, Traffic
 
@@ -43,6 +44,24 @@ class ServerSettings(Rule):
     def sums_samples(self) -> bool:
         """Whether pushes count by their weight; else each is a mean, and counts as one."""
         return True
+
+    @property
+    def applies_at_once(self) -> bool:
+        """Whether servers apply a push on arrival; else with those of other workers."""
+        return False
+
+    @property
+    def survives_loss(self) -> bool:
+        """Whether servers run beside workers, who then go on from what the servers of those that are left have."""
+        return self.placement == "beside" and not self.follows_first
+
+    def fit_workers(self, num_workers: int) -> Self:
+        """Return the rule with no more servers than workers."""
+        return self.model_copy(update={"num_servers": min(self.num_servers, num_workers)})
+
+    def find_missing(self, held: Sequence[Mapping[str, Any]]) -> str:
+        """Return which servers are lost, or why they do not fit each other; empty if they can go on."""
+        return find_missing(held, steps_together=not self.is_asynchronous)
 
     @property
     def follows_first(self) -> bool:

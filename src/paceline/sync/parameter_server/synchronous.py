@@ -62,6 +62,16 @@ class ParameterServer(ServedRule):
         return self.num_backups > 0 and self.num_servers > 1
 
     @property
+    def survives_loss(self) -> bool:
+        """Whether servers run beside workers, and each worker talks to them for itself."""
+        return super().survives_loss and self.host_size == 1
+
+    def fit_workers(self, num_workers: int) -> Self:
+        """Return the rule with no more servers, and fewer backups, than workers."""
+        fitted = super().fit_workers(num_workers)
+        return fitted.model_copy(update={"num_backups": min(self.num_backups, num_workers - 1)})
+
+    @property
     def carries_momentum(self) -> bool:
         """Whether the codec corrects momentum."""
         return self.codec.carries_momentum
