@@ -63,3 +63,21 @@ def test_without_a_standby_all_start_again_if_a_server_is_lost(tmp_path, wait_fo
     (restarted,) = select(records, Restarted)
     assert "all servers are lost" in restarted.event.reason
     assert_ended_well(tmp_path / "killed", records)
+
+
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize(
+    "settings",
+    [
+        pytest.param({"sync": "parameter_server"}, id="parameter_server"),
+        _slowly({"sync": "asgd"}),
+        _slowly({"sync": "ssp", "sync.num_servers": 2}),
+    ],
+)
+def test_a_standby_takes_the_place_of_a_lost_server(tmp_path, settings, wait_for_step):
+    """The first worker is killed, and then the one beside which the server runs since."""
+    standbys = {"sync.num_standbys": 1}
+    records = run_and_kill(tmp_path / "killed", wait_for_step, [0, 1], **settings | standbys)
+    assert not select(records, Restarted)
+    assert select(records, WorkersChanged)[0].event.num_workers == 2
+    assert_ended_well(tmp_path / "killed", records)

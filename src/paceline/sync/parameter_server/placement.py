@@ -1,5 +1,6 @@
 """The ranks and blocks of servers, and the program of a server with its own process."""
 
+from paceline.comm.hosts import find_hosts
 from paceline.comm.rpc import RpcEndpoint
 from paceline.errors import CommunicationError, SettingsError
 from paceline.optim.torch_rules import updates_by_element
@@ -8,6 +9,7 @@ from paceline.sync.parameter_server.blocks import ParameterBlock, partition_para
 from paceline.sync.parameter_server.server import Server
 from paceline.sync.parameter_server.settings import ServerSettings
 from paceline.sync.parameter_server.shard import Shard
+from paceline.sync.parameter_server.standby import Standbys, choose_standby
 from paceline.sync.parameter_server.wire_format import make_wire_formats
 from paceline.sync.synchroniser import WorkerContext
 
@@ -82,6 +84,15 @@ class ServerPlacement:
             context.seed,
             stops_at_loss=context.group.is_supervised,
         )
+
+    def open_standbys(self, server: Server | None) -> Standbys | None:
+        """Connect servers to their standbys, if there are any; `server` is this process's own, if any."""
+        if not self._rule.num_standbys or self.everybody.size == 1:
+            return None
+        hosts = find_hosts(self.everybody)
+        chosen = {number: (rank, choose_standby(rank, hosts)) for number, rank in enumerate(self.servers)}
+        places = {number: (rank, standby) for number, (rank, standby) in chosen.items() if standby is not None}
+        return Standbys(self.everybody, places, server, self.make_server)
 
     def open_announcements(self, server: Server | None) -> StepAnnouncements | None:
         """Connect the first server to the others, if the rule needs it; `server` is this process's own, if any."""

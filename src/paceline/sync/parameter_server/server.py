@@ -40,6 +40,10 @@ class RequestKind(IntEnum):
     """Apply a push that another server was sent, and wait for nobody."""
 
 
+_READING = (RequestKind.READ, RequestKind.SAVE, RequestKind.COUNT)
+"""Requests that change nothing."""
+
+
 class Server(RpcService):
     """Serves a shard to workers.
 
@@ -78,6 +82,9 @@ class Server(RpcService):
         self._changed = threading.Condition()
         self._tickets: dict[int, _Ticket] = {}
         """Workers that wait for parameters."""
+        self.copy: Callable[[int, RpcHeader, Tensor], None] | None = None
+        """Function that sends a worker's request to the standby, if there is one; see `note_copied`."""
+        self._num_to_copy = self._num_copied = 0
         self._failure: BaseException | None = None
         self._is_broken = False
         """Whether a request has failed half-way."""
@@ -99,10 +106,15 @@ class Server(RpcService):
         """Execute the request."""
         with self._changed:
             self._check()
+            if self.copy is not None and header.kind not in _READING:
+                self._num_to_copy += 1
+                self.copy(caller, header, body)
+            ticket = _Ticket(False)
             if header.kind == RequestKind.SWAP:
-                return self._swap(caller, header, body)
-            reply = self._answer(caller, header, body)
-            return lambda: reply
+                ticket = self._swap(caller, header, body)
+            else:
+                ticket.reply, ticket.num_to_copy = self._answer(caller, header, body), self._num_to_copy
+            return lambda: self._wait(ticket)
 
     def drop_caller(self, caller: int, error: BaseException | None) -> None:
         """Stop all waiting for a worker that is gone."""
@@ -135,6 +147,12 @@ class Server(RpcService):
         self._failure = self._failure or error
         self._changed.notify_all()
 
+    def note_copied(self) -> None:
+        """Record that the standby has applied another request."""
+        with self._changed:
+            self._num_copied += 1
+            self._changed.notify_all()
+
     def follow(self, step: int, workers: Collection[int]) -> None:
         """Follow the first server: these workers count in a step."""
         with self._changed:
@@ -144,21 +162,21 @@ class Server(RpcService):
             clocks.follow(step, workers)
             self._settle()
 
-    def _swap(self, caller: int, header: RpcHeader, body: Tensor) -> Callable[[], RpcReply]:
+    def _swap(self, caller: int, header: RpcHeader, body: Tensor) -> "_Ticket":
         is_taken = self.server_update.push(self._shard, self._read_push(caller, header, body))
         self._shard.num_dropped += header.weight > 0 and not is_taken
         ticket = self._tickets[caller] = _Ticket(not is_taken)
         self.server_update.clocks.tick(caller)
         self._settle()
+        return ticket
 
-        def wait() -> RpcReply:
-            with self._changed:
-                while ticket.reply is None:
-                    self._check()
-                    self._changed.wait()
-                return ticket.reply
-
-        return wait
+    def _wait(self, ticket: "_Ticket") -> RpcReply:
+        """Return a ticket's reply, once it is there, and the standby has applied what it rests on."""
+        with self._changed:
+            while ticket.reply is None or self._num_copied < ticket.num_to_copy:
+                self._check()
+                self._changed.wait()
+            return ticket.reply
 
     def _read_push(self, caller: int, header: RpcHeader, body: Tensor) -> Push:
         mirror = self._mirrors[caller]
@@ -178,6 +196,7 @@ class Server(RpcService):
                 self.server_update.clocks.read(worker)
                 clock, is_dropped = self.server_update.clocks.clocks[worker], float(ticket.is_dropped)
                 header = RpcHeader(RequestKind.SWAP, clock, self._shard.version, value=is_dropped)
+                ticket.num_to_copy = self._num_to_copy
                 ticket.reply = header, self._mirrors[worker].pull(self._shard, clock)
                 del self._tickets[worker]
         self._changed.notify_all()
@@ -237,6 +256,8 @@ class _Ticket:
     is_dropped: bool
     """Whether its push came too late."""
     reply: RpcReply | None = None
+    num_to_copy: int = 0
+    """Number of requests that the standby must have applied first."""
 
 
 class _Mirror:

@@ -24,10 +24,22 @@ class ServerSettings(Rule):
     """Number of servers that share the parameters, divided by bytes."""
     placement: Literal["beside", "own"] = "beside"
     """Place of servers: in the processes of the first workers (beside), or in their own processes (own)."""
+    num_standbys: int = Field(default=0, ge=0, le=1)
+    """Number of standbys of each server: another worker, on another host if there is one, makes the same updates, and
+    the others go on from its state if the server is lost."""
     codec: Codec = NoCodec()
     """Codec of pushes."""
     pull_codec: Codec = NoCodec()
     """Codec of pulls, which then send differences from the worker's parameters."""
+
+    @model_validator(mode="after")
+    def _check_standbys(self) -> Self:
+        if self.num_standbys and (self.placement == "own" or self.follows_first):
+            raise SettingsError(
+                "num_standbys must be 0 where workers cannot go on without a lost one, as with placement own, and with "
+                f"several servers and backups, but got {self.num_standbys}; leave it out"
+            )
+        return self
 
     @model_validator(mode="after")
     def _check_pull_codec(self) -> Self:
@@ -89,11 +101,12 @@ class ServerSettings(Rule):
         """Return the update that the server of that number applies pushes with."""
 
     def traffic(self, shapes: Sequence[Size], num_workers: int) -> tuple[Traffic, ...]:
-        """A push and a pull a step."""
+        """A push and a pull a step; servers send pushes on to standbys."""
         num_bytes = 4 * sum(shape.numel() for shape in shapes)
         blocks = {str(number): shape for number, shape in enumerate(shapes)}
         push, pull = (message_bytes(codec, blocks) for codec in (self.codec, self.pull_codec))
-        return (
+        served = (
             Traffic("push", num_bytes, push, peers="servers"),
             Traffic("pull", num_bytes, pull, peers="servers"),
         )
+        return (*served, Traffic("standby", num_bytes, push, peers="servers")) if self.num_standbys else served

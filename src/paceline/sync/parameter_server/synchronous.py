@@ -45,9 +45,10 @@ class ParameterServer(ServedRule):
 
     @model_validator(mode="after")
     def _check_hosts(self) -> Self:
-        if self.host_size != 1 and (self.num_backups or self.placement == "own"):
+        if self.host_size != 1 and (self.num_backups or self.num_standbys or self.placement == "own"):
             raise SettingsError(
-                f"host_size must be 1 with backup workers or placement own, but got {self.host_size}; leave it out"
+                f"host_size must be 1 with backup workers, standbys or placement own, but got "
+                f"{self.host_size}; leave it out"
             )
         return self
 

@@ -53,11 +53,14 @@ class ServedWorker(Synchroniser):
         self._parameters = dict(context.parameters)
         self._placement = placement = ServerPlacement(rule, context)
         self._servers: dict[int, Server] = {}
-        """Servers in this process, by number."""
+        """Servers in this process, and those for which it is the standby, by number."""
         server = None
         if (number := placement.number_of(placement.everybody.rank)) is not None:
             server = self._servers[number] = placement.make_server(number)
         self._announcements = placement.open_announcements(server)  # before pushes can come
+        self._standbys = placement.open_standbys(server)
+        if self._standbys is not None:
+            self._servers |= self._standbys.servers
         self._endpoint = RpcEndpoint(placement.everybody, placement.routes, server, rule.name, placement.body_bytes)
         self._links = [
             ServerLink(self._endpoint.clients[place], blocks, rule, context)
@@ -311,8 +314,9 @@ class ServedWorker(Synchroniser):
         if self._dispatcher is not None:
             self._dispatcher.close()
         self._endpoint.close()
-        if self._announcements is not None:
-            self._announcements.close()
+        for following in (self._announcements, self._standbys):
+            if following is not None:
+                following.close()
 
     def _synchronise(self, what: str) -> None:
         """Wait until all workers have finished their pushes."""
