@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from pydantic import ValidationError
 from reforming_threads import LOST_STEP, lose_in, run_threads
 from test_reforming import NUM_SAMPLES
 from test_reforming_servers import EXACT, LOSSES, NUM_STEPS, assert_plain_sgd, gone_on, is_lost, weights_of
@@ -12,6 +13,7 @@ from paceline.monitor.reader import select
 from paceline.optim import SGD
 from paceline.registry import register
 from paceline.replica.loss import Loss
+from paceline.sync import ParameterServer
 from paceline.sync.parameter_server.server import Server
 from paceline.sync.parameter_server.standby import Standbys, choose_standby
 from paceline.sync.parameter_server.state import unpack_state
@@ -152,6 +154,12 @@ def test_a_standby_has_the_same_bits_as_its_server(tmp_path, monkeypatch, sync):
     assert tensors.keys() == copied.keys()
     for name, tensor in tensors.items():
         assert torch.equal(tensor, copied[name]), name
+
+
+@pytest.mark.parametrize("changes", [{"placement": "own"}, {"num_servers": 2, "num_backups": 1}], ids=str)
+def test_a_standby_is_refused_where_it_could_not_take_the_place(changes):
+    with pytest.raises(ValidationError, match="num_standbys must be 0 where workers cannot go on"):
+        ParameterServer(num_standbys=1, **changes)
 
 
 def test_a_standby_is_on_another_host_if_there_is_one():
