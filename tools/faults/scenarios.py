@@ -52,13 +52,13 @@ RULES: dict[str, dict[str, object]] = {
     "push_sum": {"sync": "push_sum"},
     "adaptive_mixing": {"sync": "adaptive_mixing"},
     "ad_psgd": {"sync": "ad_psgd"},
-    "asgd": {"sync": "asgd"},
-    "ssp": {"sync": "ssp"},
-    "parameter_server": {"sync": "parameter_server"},
+    "asgd": {"sync": "asgd", "sync.num_standbys": 1},
+    "ssp": {"sync": "ssp", "sync.num_standbys": 1},
+    "parameter_server": {"sync": "parameter_server", "sync.num_standbys": 1},
 }
 OWN_PACE = ("easgd, asynchronous", "ad_psgd", "asgd", "ssp")
 """Rules whose workers do not step together."""
-STARTING_AGAIN = (*OWN_PACE, "parameter_server", "every_step, one_bit")
+STARTING_AGAIN = ("easgd, asynchronous", "ad_psgd", "every_step, one_bit")
 """Rules whose workers may have to start again from a checkpoint when one is lost."""
 GOING_ON = tuple(rule for rule in RULES if rule not in STARTING_AGAIN)
 """Rules whose workers go on without lost ones, and with new ones."""

@@ -1,6 +1,6 @@
 """Batches of one worker, in the global order, read ahead of their use."""
 
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from itertools import pairwise
 from typing import Any
@@ -273,9 +273,10 @@ class Loader:
         """Record that positions from `claim_next` were used."""
         self._ledger.ack(Interval(start, stop))
 
-    def move_to(self, position: int) -> None:
-        """Record that all samples before `position` were used, on any worker."""
-        self._ledger = Ledger(position)
+    def set_used(self, used: Iterable[Sequence[int]]) -> list[Interval]:
+        """Record that ranges of positions were used, on any workers; return those before the last that were not."""
+        self._ledger = Ledger.of_used(self.position, used)
+        return self._ledger.list_gaps()
 
     def set_progress(self, num_steps: Mapping[int, int]) -> None:
         """Record the number of steps that each of some workers has done at its own pace; see `find_progress`."""
@@ -388,14 +389,13 @@ class Loader:
         while not self._ending.is_reached(self.position):
             if membership.save_every is not None:
                 next_step = (self.step // membership.save_every + 1) * membership.save_every
-            end = self._ending.step
-            boundary = self._batches.position_of(next_step if end is None else min(next_step, end))
+            boundary = self._batches.position_of(min(next_step, self._ending.step or next_step))
             dispatcher.set_boundary(min(boundary, self._ending.position or boundary))
             next_step = _FAR
             yield from self._iterate()
             if dispatcher.lost:
                 raise CommunicationError(dispatcher.lost)
-            self.move_to(self._group.gather_documents(self.position, name="position")[0])
+            self.set_used([(0, self._group.gather_documents(self.position, name="position")[0])])
             membership.boundary_step = self.step
             membership.is_stopping |= dispatcher.is_stopping
             self.in_hand = None

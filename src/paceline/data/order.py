@@ -4,7 +4,7 @@ A *position* counts samples since the start of training: position p is the (p mo
 Nothing about workers enters the order, so resuming, resizing and uneven shares cannot change what is learned from.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, Protocol
 
@@ -240,6 +240,22 @@ class Ledger:
         self.done_above = sorted([*self.done_above, interval])
         while self.done_above and self.done_above[0].start <= self._dropped.get(self.low_water, self.low_water):
             self.low_water = max(self._dropped.pop(self.low_water, 0), self.done_above.pop(0).stop)
+
+    @classmethod
+    def of_used(cls, position: int, used: Iterable[Sequence[int]]) -> "Ledger":
+        """Return the ledger of samples that were used: those before a position, and sorted ranges."""
+        above = []
+        for start, stop in used:
+            if start <= position:
+                position = max(position, stop)
+            else:
+                above.append(Interval(start, stop))
+        return cls(position, above)
+
+    def list_gaps(self) -> list[Interval]:
+        """Return positions that are not used, and are followed by used ones."""
+        starts = [self.low_water, *(done.stop for done in self.done_above)]
+        return [Interval(start, done.start) for start, done in zip(starts, self.done_above, strict=False)]
 
     def state_dict(self) -> dict[str, object]:
         """Return the state for a checkpoint, as JSON."""
