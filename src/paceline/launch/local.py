@@ -19,7 +19,8 @@ from paceline.elastic.facts import Fact
 from paceline.elastic.journal import JOURNAL, Journal
 from paceline.elastic.protocol import Coordinator, MembershipSettings
 from paceline.elastic.requests import RequestBox
-from paceline.elastic.supervisor import EndVerdict, Patience, Supervisor
+from paceline.elastic.supervisor import EndVerdict, Supervisor
+from paceline.elastic.watch import Patience
 from paceline.errors import SettingsError, storing
 from paceline.launch.agents import SpreadWorkforce
 from paceline.launch.changes import Changes
