@@ -45,7 +45,7 @@ class Workforce(ABC):
 
     @abstractmethod
     def start(self, name: str, slot: int, epoch: int) -> None:
-        """Start a process. What it logs before it is taken in belongs to `epoch`."""
+        """Start a process, unless one of this name is known. What it logs before it is taken in belongs to `epoch`."""
 
     @abstractmethod
     def kill(self, name: str) -> None:
@@ -54,6 +54,9 @@ class Workforce(ABC):
     @abstractmethod
     def wait(self, timeout_s: float) -> list[tuple[str, End, str]]:
         """Wait until a process has ended; return the names of those that have, and how, also in words."""
+
+    def forget(self, name: str) -> None:
+        """Forget a process that has ended, since that was written down."""
 
     def locate(self, name: str) -> str:
         """Return process and line of code of a worker in words; empty if they cannot be seen from here."""
@@ -78,7 +81,7 @@ class Supervisor:
     """Runs workers until they have finished, or cannot be helped.
 
     Args:
-        coordinator: Coordinator, at its beginning.
+        coordinator: Coordinator, at its beginning, or made again from its journal.
         store: Store that the workers connect to.
         workforce: Processes of the workers.
         journal: Journal of the coordinator.
@@ -87,6 +90,7 @@ class Supervisor:
         tell_standstill: Function that is told, in words, where workers are that have all stood still for long.
         read_requests: Function that returns what people have asked for since it was called last.
         ask_to_stop: Function that asks all workers to stop with a checkpoint.
+        check_place: Function that raises an error where another supervisor has taken this one's place.
         notice_s: Time for a worker that asks to leave by itself; None for any time.
         patience: Times for which workers may stand still.
         clock: Clock of seconds.
@@ -104,6 +108,7 @@ class Supervisor:
         tell_standstill: Callable[[str], None] = lambda _: None,
         read_requests: Callable[[Coordinator], list[Fact]] = lambda _: [],
         ask_to_stop: Callable[[], None] = lambda: None,
+        check_place: Callable[[], None] = lambda: None,
         notice_s: float | None = None,
         patience: Patience | None = None,
         clock: Callable[[], float] = time.monotonic,
@@ -115,8 +120,10 @@ class Supervisor:
         self._journal = journal
         self._ask_to_stop, self._notice_s = ask_to_stop, notice_s
         self._judge, self._tell_restart, self._read_requests = judge, tell_restart, read_requests
-        self._clock = clock
-        self._watch = Watch(coordinator, workforce.locate, tell_standstill, patience or Patience(), clock)
+        self._check_place, self._clock = check_place, clock
+        self._watch = Watch(
+            coordinator, lambda name: workforce.locate(name), tell_standstill, patience or Patience(), clock
+        )
         self._num_mails = 0
         self._broken_s: float | None = None
         """Time at which the present epoch was found broken."""
@@ -138,10 +145,18 @@ class Supervisor:
         self.killed_at_stop: dict[str, str] = {}
         """Reasons why workers were killed after all were asked to stop, by name."""
 
-    def run(self) -> None:
-        """Run until nothing is left to do."""
-        self._do(self.coordinator.begin())
+    def run(self, *, takes_over: bool = False) -> None:
+        """Run until nothing is left to do.
+
+        Args:
+            takes_over: Whether to go on for a supervisor that was lost, from whose journal the coordinator was made.
+        """
+        if takes_over:
+            self._take_over()
+        else:
+            self._do(self.coordinator.begin())
         while not self.coordinator.is_over:
+            self._check_place()
             is_busy = self._broken_s is not None or self.coordinator.is_asked or self.coordinator.view is None
             began_s, wait_s = self._clock(), BUSY_S if is_busy else IDLE_S
             self._ended += starmap(Died, self._workforce.wait(wait_s))
@@ -160,12 +175,31 @@ class Supervisor:
                     self._feed(silent)
             self._watch_leavers()
 
+    def _take_over(self) -> None:
+        """Do again what may not have been done, and let times for leaving and stopping begin anew."""
+        coordinator, now_s = self.coordinator, self._clock()
+        for name, worker in coordinator.workers.items():
+            self._watch.begin(name)
+            if worker.is_leaving and worker.within_s is not None:
+                self._leave_by[name] = (now_s + worker.within_s, now_s + worker.within_s / 2)
+        if coordinator.is_stopping:
+            self.is_stopping, self._stop_asked_s = True, now_s
+            self._ask_to_stop()
+        self._do(coordinator.list_outstanding())
+        if coordinator.view is not None and coordinator.is_broken:
+            self._broken_s = now_s
+            self._announce_change(is_broken=True)
+        elif coordinator.view is not None:
+            self._feed(Ready(coordinator.view.names[0]))  # somebody may be about to leave
+
     def _feed(self, fact: Fact) -> None:
         if self.coordinator.is_over:
             return
+        self._check_place()
         self._journal.append(fact)
         if isinstance(fact, Died):
             self._watch.forget(fact.name)
+            self._workforce.forget(fact.name)
         self._note_killed(fact)
         if isinstance(fact, StopAsked):
             self._stop_asked_s = self._clock()

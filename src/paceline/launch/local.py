@@ -1,19 +1,16 @@
 """Workers on this machine, replaced or started again when one is killed."""
 
-import re
 import signal
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import ExitStack, closing
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TypeAlias
 
 import torch
 
-import paceline.errors
 from paceline.comm.control import ControlAccess, ControlServer, ControlStore
 from paceline.elastic.facts import Fact
 from paceline.elastic.journal import JOURNAL, Journal
@@ -24,35 +21,20 @@ from paceline.elastic.watch import Patience
 from paceline.errors import SettingsError, storing
 from paceline.launch.agents import SpreadWorkforce
 from paceline.launch.changes import Changes
-from paceline.launch.exit_codes import ExitCode, find_exit_code
-from paceline.launch.processes import ACCESS_FILE, Ended
+from paceline.launch.exit_codes import ExitCode
+from paceline.launch.processes import ACCESS_FILE
 from paceline.launch.scaling import PolicyCaller
 from paceline.launch.signals import StopRequest, drop_lost_output
+from paceline.launch.verdict import Outcome, describe_killed, judge
 from paceline.launch.worker import work_for_launcher
 from paceline.launch.workforce import LocalWorkforce
-from paceline.monitor.events import Event, Failed, Preempted, Record, Restarted, RunFinished, StepFinished, Warned
+from paceline.monitor.events import Event, Failed, Restarted, Warned
 from paceline.monitor.live import LiveView
 from paceline.monitor.log import EventLog
 from paceline.monitor.reader import read_log, select
 from paceline.training.run import RunFile
 
-_LOST_PEERS = ("CommunicationError", "PeerTimeoutError")
-_SIZES = re.compile(r"op\.preamble\.length <= op\.nbytes\. (\d+) vs (\d+)")
-"""Words of gloo before it aborts a process."""
 _Reader: TypeAlias = Callable[[Coordinator], list[Fact]]
-_OPERATION = re.compile(r'distributed_c10d\.py", line \d+ in (\w+)')
-"""Operation of torch on the stack of a process that is aborted."""
-
-
-@dataclass(frozen=True)
-class _Outcome:
-    """How one start of all workers ended."""
-
-    code: ExitCode
-    reason: str = ""
-    last_step: int = -1
-    mismatch: str = ""
-    """Sentence on the operations of ranks, if torch ended one because another ran something else; empty if not."""
 
 
 def launch(
@@ -134,12 +116,12 @@ def _supervise(
 ) -> ExitCode:
     log_path, store = directory / "events.jsonl", ControlStore(access)
     local = _open_workforce(directory, settings.target, access, changes)
-    outcomes: list[_Outcome] = []
+    outcomes: list[Outcome] = []
 
-    def judge(epoch: int) -> EndVerdict:
+    def find_verdict(epoch: int) -> EndVerdict:
         records = [record for record in read_log(log_path) if record.epoch >= epoch]
         killed = list(supervisor.killed.values())
-        outcomes.append(outcome := _judge(records, local.ended, stop.number != 0, directory / "workers", killed))
+        outcomes.append(outcome := judge(records, local.ended, stop.number != 0, directory / "workers", killed))
         local.begin_again()
         if outcome.mismatch:
             failed = Failed(error="MismatchError", message=outcome.mismatch, traceback="")
@@ -157,7 +139,7 @@ def _supervise(
             store,
             workforce,
             journal,
-            judge=judge,
+            judge=find_verdict,
             tell_restart=partial(_tell_restart, directory, log_path),
             tell_standstill=tell_standstill,
             read_requests=lambda coordinator: [fact for read in readers for fact in read(coordinator)],
@@ -186,7 +168,7 @@ def _supervise(
             local.kill_all()
     epoch = supervisor.coordinator.epoch
     if supervisor.killed_at_stop:
-        words = _describe_killed(supervisor.killed_at_stop, read_log(log_path), settings.first_epoch)
+        words = describe_killed(supervisor.killed_at_stop, read_log(log_path), settings.first_epoch)
         _tell(directory, log_path, epoch, Warned(message=words))
     if supervisor.gave_up:
         failed = Failed(error="CommunicationError", message=supervisor.gave_up, traceback="")
@@ -195,14 +177,7 @@ def _supervise(
     if outcomes and supervisor.has_verdict:
         return ExitCode.FAILED if outcomes[-1].mismatch else outcomes[-1].code
     records = [record for record in read_log(log_path) if record.epoch >= epoch]
-    return _judge(records, local.ended, stop.number != 0, directory / "workers").code
-
-
-def _describe_killed(killed: dict[str, str], records: list[Record], first_epoch: int) -> str:
-    """Return who was killed after all were asked to stop, and whether the others saved a checkpoint, in words."""
-    saved = select([record for record in records if record.epoch >= first_epoch], Preempted)
-    end = f"the others saved {saved[-1].event.checkpoint}" if saved else "no checkpoint was written for the stop"
-    return f"{', '.join(killed)} did not stop as asked, and had to be killed; {end}; {'; '.join(killed.values())}"
+    return judge(records, local.ended, stop.number != 0, directory / "workers").code
 
 
 def _open_workforce(directory: Path, size: int, access: ControlAccess, changes: Changes) -> LocalWorkforce:
@@ -258,56 +233,6 @@ def _find_most_workers(directory: Path, num_processes: int) -> tuple[int, str]:
     if num_virtual := run.get("num_virtual_workers"):
         return num_virtual, "the virtual workers of the run"
     return run["global_batch"], "the samples of a global batch"
-
-
-def _judge(records: list[Record], ended: Ended, signalled: bool, output: Path, killed: Sequence[str] = ()) -> _Outcome:
-    last_step = max((record.step for record in select(records, StepFinished)), default=-1)
-    failures = select(records, Failed)
-    if select(records, Preempted):
-        return _Outcome(ExitCode.PREEMPTED)
-    final = [failure.event for failure in failures if failure.event.error not in _LOST_PEERS]
-    if final:
-        return _Outcome(find_exit_code(getattr(paceline.errors, final[0].error, Exception)))
-    if select(records, RunFinished):
-        return _Outcome(ExitCode.FINISHED)
-    if signalled:  # before the first step there was nothing to save
-        return _Outcome(ExitCode.FAILED if last_step >= 0 else ExitCode.PREEMPTED)
-    reason = "; ".join(dict.fromkeys(killed)) or _find_cause(failures, ended)
-    return _Outcome(ExitCode.PEERS_LOST, reason, last_step, _find_mismatch(failures, ended, output))
-
-
-def _find_cause(failures: list[Record[Failed]], ended: Ended) -> str:
-    """Return who ended without an error message or, if nobody did, what the first rank to notice says of the others."""
-    told = (ExitCode.PEERS_LOST, ExitCode.PREEMPTED)
-    odd = {rank: code for rank, code in ended.failures.items() if code not in told}
-    if odd:
-        return "; ".join(_describe_exit(rank, code) for rank, code in odd.items())
-    # Who ran out of time has looked where everybody is; to others, it is then the one that is gone.
-    reports = sorted(failures, key=lambda failure: failure.event.error != paceline.errors.PeerTimeoutError.__name__)
-    if not reports:
-        return "the workers ended without an error message"
-    return f"rank {reports[0].rank}: {reports[0].event.message}"
-
-
-def _find_mismatch(failures: list[Record[Failed]], ended: Ended, output: Path) -> str:
-    """Return what ranks ran, if gloo aborted one that got a message of another size; empty if it did not."""
-    for rank in (rank for rank, code in ended.failures.items() if code == -signal.SIGABRT):
-        said = (output / f"rank{rank}.err").read_text(errors="replace").rpartition("---- started again")[2]
-        if sizes := _SIZES.search(said):
-            operation = _OPERATION.search(said)
-            others = "".join(f"; rank {each.rank}: {each.event.message}" for each in failures)
-            return (
-                f"ranks must run the same operations, but rank {rank}, in {operation[1] if operation else 'one'}, got "
-                f"{sizes[1]} bytes where it expected {sizes[2]}{others}; let every rank run the same modules; the "
-                f"stack is in {output / f'rank{rank}.err'}"
-            )
-    return ""
-
-
-def _describe_exit(rank: int, code: int) -> str:
-    if code < 0:
-        return f"rank {rank} was killed by {signal.Signals(-code).name}"
-    return f"rank {rank} exited with code {code}"
 
 
 def _tell_restart(directory: Path, log_path: Path, epoch: int, reason: str) -> None:
