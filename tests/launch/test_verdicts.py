@@ -270,7 +270,7 @@ class Processes:
 def faked(tmp_path, monkeypatch):
     """The folder of a run whose launcher has faked workers, and ends by an error."""
 
-    def fail_unexpectedly(self):
+    def fail_unexpectedly(self, *, takes_over):
         raise RuntimeError("a bug of the launcher")
 
     processes = Processes()

@@ -1,5 +1,7 @@
 """Workers on other machines, which their agents offer, beside those of this machine; the launcher's side."""
 
+import bisect
+import contextlib
 import dataclasses
 import signal
 import time
@@ -76,14 +78,44 @@ class SpreadWorkforce(Workforce):
         self._agents: list[_Agent] = []
         self._num_known = self._num_mails = 0
         self._looked_s = 0.0
+        self._orphans: list[str] = []
+        """Machines whose workers a launcher before had taken, and whose agents are gone."""
         self._ended: list[tuple[str, End, str]] = []
         self._signals: list[int] = []
 
-    def invite(self, directory: Path, *, leaves_on_sigterm: bool) -> None:
+    def take_over(self, coordinator: Coordinator) -> None:
+        """Make the processes that another launcher has left this one's, here and where agents are that it had taken."""
+        self._local.take_over(coordinator)
+        self._num_known = self._store.add(NUM_AGENTS, 0)
+        for number in range(1, self._num_known + 1):
+            agent = _Agent(number, time.monotonic())
+            with contextlib.suppress(DocumentError):  # the next look refuses it
+                agent.demand = read(self._store, demand_key(number), Demand) or Demand()
+                agent.num_copied = self._find_copied(number)
+            if agent.demand.over:
+                continue
+            agent.host = agent.demand.host if agent.demand.host in coordinator.places else ""
+            agent.told = set(agent.demand.start) - set(coordinator.workers)
+            self._agents.append(agent)
+        here = {agent.host for agent in self._agents}
+        self._orphans = [host for host in coordinator.places if host not in here]
+
+    def _find_copied(self, number: int) -> int:
+        """Return how many pieces of an agent's log were copied: these are dropped, and those after them are not."""
+        offer = read(self._store, offer_key(number), Offer)
+        pieces = range(offer.num_chunks if offer is not None else 0)
+        return bisect.bisect_left(pieces, True, key=lambda piece: self._store.check([chunk_key(number, piece)]))
+
+    def forget(self, name: str) -> None:
+        """Forget one of this machine; agents need not be told."""
+        self._local.forget(name)
+
+    def invite(self, directory: Path, launcher_timeout_s: float, *, leaves_on_sigterm: bool) -> None:
         """Let agents offer workers to the run in a directory.
 
         Args:
             directory: Directory of the run.
+            launcher_timeout_s: Time for which workers train on without a launcher.
             leaves_on_sigterm: Whether SIGTERM to one worker lets it leave, and does not stop all.
         """
         file = RunFile.load(directory)
@@ -91,13 +123,17 @@ class SpreadWorkforce(Workforce):
         num_samples = len(train) if isinstance(train, Source) else -1
         document = file.model_dump(mode="json")
         code = digest_code(file.recipe)
-        invitation = Invitation(directory.name, document, num_samples, code, find_versions(), leaves_on_sigterm)
+        invitation = Invitation(
+            directory.name, document, num_samples, code, find_versions(), leaves_on_sigterm, launcher_timeout_s
+        )
         write(self._store, INVITATION, invitation)
 
     def read_facts(self, coordinator: Coordinator) -> list[Fact]:
         """Return what agents offer and withdraw, and which machines are lost, since the last call."""
         now_s = time.monotonic()
         self._hand_on_signals()
+        if self._orphans:
+            return [HostLost(self._orphans.pop(), "its agent was lost with the launcher before")]
         num_mails = self._store.add(MAIL, 0)
         if num_mails == self._num_mails and now_s - self._looked_s < _LOOK_S:
             return []
@@ -114,7 +150,8 @@ class SpreadWorkforce(Workforce):
         """Start it here, or ask its agent to."""
         agent = self._find(host_of(name))
         if agent is not None:
-            self._send(agent, start=agent.demand.start | {name: (slot, epoch)})
+            known = agent.demand.start
+            self._send(agent, start=known if name in known else known | {name: (slot, epoch)})
         elif host_of(name):
             self._ended.append((name, "killed", f"{name} was not started: its machine is gone"))
         else:
@@ -240,6 +277,7 @@ class SpreadWorkforce(Workforce):
         taken = {other.host for other in self._agents} | set(coordinator.places)
         names = [offer.host, *(f"{offer.host}-{number}" for number in range(2, len(taken) + 3))]
         agent.host = next(name for name in names if name not in taken)
+        self._send(agent, host=agent.host)
         return [Offered(agent.host, offer.num_workers)]
 
     def _drop(self, agent: _Agent, reason: str, *, is_refused: bool = False) -> list[Fact]:

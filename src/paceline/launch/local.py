@@ -1,32 +1,36 @@
 """Workers on this machine, replaced or started again when one is killed."""
 
+import os
 import signal
 import time
 import warnings
-from collections.abc import Callable
-from contextlib import ExitStack, closing
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import TypeAlias
 
 import torch
 
-from paceline.comm.control import ControlAccess, ControlServer, ControlStore
-from paceline.elastic.facts import Fact
+from paceline.comm.control import ControlAccess, ControlServer, ControlStore, KeyValues, RequestLog
+from paceline.elastic.facts import Fact, HostLost
 from paceline.elastic.journal import JOURNAL, Journal
 from paceline.elastic.protocol import Coordinator, MembershipSettings
 from paceline.elastic.requests import RequestBox
 from paceline.elastic.supervisor import EndVerdict, Supervisor
 from paceline.elastic.watch import Patience
-from paceline.errors import SettingsError, storing
+from paceline.errors import SettingsError, StorageError, storing
 from paceline.launch.agents import SpreadWorkforce
 from paceline.launch.changes import Changes
 from paceline.launch.exit_codes import ExitCode
+from paceline.launch.launcher_watch import RECORD
+from paceline.launch.left_run import REQUESTS_FILE, LeftRun
+from paceline.launch.place import LauncherPlace, ReplacedError, end_replaced
 from paceline.launch.processes import ACCESS_FILE
 from paceline.launch.scaling import PolicyCaller
 from paceline.launch.signals import StopRequest, drop_lost_output
 from paceline.launch.verdict import Outcome, describe_killed, judge
-from paceline.launch.worker import work_for_launcher
+from paceline.launch.worker import WorkerOptions, work_for_launcher
 from paceline.launch.workforce import LocalWorkforce
 from paceline.monitor.events import Event, Failed, Restarted, Warned
 from paceline.monitor.live import LiveView
@@ -46,6 +50,7 @@ def launch(
     num_spares: int = 0,
     changes: Changes | None = None,
     view: LiveView | None = None,
+    left: LeftRun | None = None,
 ) -> ExitCode:
     """Train the run of `directory` with `num_processes` processes here, and show how it goes.
 
@@ -62,6 +67,8 @@ def launch(
         num_spares: Number of workers that are started in addition, and wait for one to be lost.
         changes: Ways in which workers change besides.
         view: View of the run.
+        left: Workers that a launcher has left, and that train on: they are taken over, with the numbers above as they
+            were begun.
 
     Raises:
         SettingsError: There is no such address to listen at, or no such policy.
@@ -70,11 +77,7 @@ def launch(
     changes = changes or Changes()
     check_min_workers(min_workers, num_processes)
     log_path = directory / "events.jsonl"
-    with storing(directory / "workers"):
-        (directory / "workers").mkdir(exist_ok=True)
-        for pattern in (ACCESS_FILE, f".{ACCESS_FILE}.*", "w*.pid"):  # of a launcher that was killed
-            for left in (directory / "workers").glob(pattern):
-                left.unlink(missing_ok=True)
+    place = _take_place(directory, left)
     with (view or LiveView()).following(log_path), StopRequest() as stop:
         settings = MembershipSettings(
             num_processes,
@@ -83,7 +86,9 @@ def launch(
             max_restarts=max_restarts,
             first_epoch=max((record.epoch for record in read_log(log_path)), default=-1) + 1,
         )
-        with ControlServer(*(changes.listen or ())) as server:
+        if left is not None:
+            settings = _take_settings(settings, left, directory)
+        with _open_server(directory, left, changes, settings.first_epoch) as server:
             server.access.save(directory / "workers" / ACCESS_FILE)
             if num_spares and min_workers == num_processes:
                 warned = Warned(
@@ -95,11 +100,60 @@ def launch(
                 token_file = directory / "workers" / ACCESS_FILE
                 print(f"agents: paceline agent {server.access.address} --token_file {token_file}", flush=True)
             try:
-                code = _supervise(directory, settings, stop, server.access, changes)
+                code = _supervise(directory, settings, stop, server.access, changes, place, left)
             finally:
                 (directory / "workers" / ACCESS_FILE).unlink(missing_ok=True)
     drop_lost_output()
     return code
+
+
+def _take_place(directory: Path, left: LeftRun | None) -> LauncherPlace:
+    """Return the place of the launcher, and clear what one that was killed has left, unless its workers live."""
+    folder = directory / "workers"
+    with storing(folder):
+        folder.mkdir(exist_ok=True)
+        of_processes = ("w*.pid", f"*{RECORD}", f".*{RECORD}.*")
+        for pattern in (ACCESS_FILE, f".{ACCESS_FILE}.*", REQUESTS_FILE, f".{REQUESTS_FILE}.*", *of_processes):
+            for file in folder.glob(pattern) if left is None else ():
+                file.unlink(missing_ok=True)
+    return LauncherPlace(folder)
+
+
+def _take_settings(given: MembershipSettings, left: LeftRun, directory: Path) -> MembershipSettings:
+    """Return the settings of a run that is taken over, and tell people so."""
+    begun = left.coordinator.settings
+    workers = ", ".join(left.coordinator.workers)
+    words = f"process {os.getpid()} takes the place of a launcher that was lost; workers: {workers}"
+    for name, option in (("min_workers", "min_workers"), ("num_spares", "spares"), ("max_restarts", "max-restarts")):
+        if (before := getattr(begun, name)) != (now := getattr(given, name)):
+            words += f"; kept as begun: --{option} {before}, though {now} was given"
+    _tell(directory, directory / "events.jsonl", max(left.coordinator.epoch, begun.first_epoch), Warned(message=words))
+    return begun
+
+
+@contextmanager
+def _open_server(directory: Path, left: LeftRun | None, changes: Changes, epoch: int) -> Iterator[ControlServer]:
+    """Open the control server of a run, if it can at the address that workers know, and log its requests."""
+
+    def tell_lost(words: str) -> None:
+        with suppress(StorageError):
+            _tell(directory, directory / "events.jsonl", epoch, Warned(message=words))
+
+    key_values = left.key_values if left is not None else KeyValues()
+    with closing(RequestLog(directory / "workers" / REQUESTS_FILE, key_values, tell_lost=tell_lost)):
+        if left is None:
+            server = ControlServer(*(changes.listen or ()), key_values=key_values)
+        else:
+            token, (host, port) = left.access.token, changes.listen or (left.access.host, 0)
+            port = port or (left.access.port if host == left.access.host else 0)
+            try:
+                server = ControlServer(host, port, token=token, key_values=key_values)
+            except SettingsError:
+                if changes.listen is not None:  # agents know no other one
+                    raise
+                server = ControlServer(host, token=token, key_values=key_values)
+        with server:
+            yield server
 
 
 def check_min_workers(min_workers: int | None, num_workers: int) -> None:
@@ -112,10 +166,17 @@ def check_min_workers(min_workers: int | None, num_workers: int) -> None:
 
 
 def _supervise(
-    directory: Path, settings: MembershipSettings, stop: StopRequest, access: ControlAccess, changes: Changes
+    directory: Path,
+    settings: MembershipSettings,
+    stop: StopRequest,
+    access: ControlAccess,
+    changes: Changes,
+    place: LauncherPlace,
+    left: LeftRun | None,
 ) -> ExitCode:
     log_path, store = directory / "events.jsonl", ControlStore(access)
-    local = _open_workforce(directory, settings.target, access, changes)
+    local = _open_workforce(directory, settings.target, access, changes, place.number)
+    coordinator = Coordinator(settings) if left is None else left.coordinator
     outcomes: list[Outcome] = []
 
     def find_verdict(epoch: int) -> EndVerdict:
@@ -132,10 +193,16 @@ def _supervise(
     def tell_standstill(words: str) -> None:
         _tell(directory, log_path, supervisor.coordinator.epoch, Warned(message=words))
 
-    with closing(store), Journal(directory / JOURNAL, settings) as journal, ExitStack() as stack:
-        workforce, readers = _open_ways(directory, settings, store, local, changes, stop, stack)
+    journal = Journal(directory / JOURNAL, settings if left is None else None)
+    with closing(store), journal, ExitStack() as stack:
+        workforce, readers = _open_ways(directory, settings, store, local, changes, stop, stack, left)
+        if left is not None:
+            workforce.take_over(coordinator)
+        for host in [*coordinator.places] if changes.listen is None else []:
+            journal.append(lost := HostLost(host, "the launcher listens to other machines no longer"))
+            coordinator.handle(lost)  # what follows is outstanding
         supervisor = Supervisor(
-            Coordinator(settings),
+            coordinator,
             store,
             workforce,
             journal,
@@ -144,6 +211,7 @@ def _supervise(
             tell_standstill=tell_standstill,
             read_requests=lambda coordinator: [fact for read in readers for fact in read(coordinator)],
             ask_to_stop=lambda: workforce.signal(signal.SIGTERM),
+            check_place=place.check,
             notice_s=changes.notice_s,
             patience=Patience(standstill_s=RunFile.load(directory).run.get("hang_timeout_s") or Patience.standstill_s),
         )
@@ -156,7 +224,9 @@ def _supervise(
         if stop.number:
             stop_all(stop.number)
         try:
-            supervisor.run()
+            supervisor.run(takes_over=left is not None)
+        except ReplacedError as error:
+            end_replaced(error)
         except Exception:  # a bug here, or a disk that is full, costs no more than the death of this process
             try:
                 workforce.end_all()  # what was trained is saved first
@@ -180,10 +250,13 @@ def _supervise(
     return judge(records, local.ended, stop.number != 0, directory / "workers").code
 
 
-def _open_workforce(directory: Path, size: int, access: ControlAccess, changes: Changes) -> LocalWorkforce:
+def _open_workforce(
+    directory: Path, size: int, access: ControlAccess, changes: Changes, launcher: int
+) -> LocalWorkforce:
     leaves_on_sigterm = changes.notice_s is not None
+    options = WorkerOptions(launcher, changes.launcher_timeout_s, leaves_on_sigterm)
     return LocalWorkforce(
-        partial(work_for_launcher, leaves_on_sigterm=leaves_on_sigterm),
+        partial(work_for_launcher, options=options),
         directory,
         size,
         access,
@@ -200,10 +273,12 @@ def _open_ways(
     changes: Changes,
     stop: StopRequest,
     stack: ExitStack,
+    left: LeftRun | None,
 ) -> tuple[LocalWorkforce | SpreadWorkforce, list[_Reader]]:
     """Return all workers' processes, here and elsewhere, and functions that read which changes are asked for."""
     log_path, most = directory / "events.jsonl", _find_most_workers(directory, settings.target)
-    readers: list[_Reader] = [RequestBox(directory, *most, notice_s=changes.notice_s).read]
+    box = RequestBox(directory, *most, notice_s=changes.notice_s, keeps_older=left is not None)
+    readers: list[_Reader] = [box.read]
     workforce: LocalWorkforce | SpreadWorkforce = local
 
     def warn(message: str) -> None:
@@ -212,7 +287,7 @@ def _open_ways(
     if changes.listen is not None:
         log = stack.enter_context(EventLog(log_path, run=directory.name, rank=-1, epoch=settings.first_epoch))
         workforce = spread = SpreadWorkforce(local, store, log, *most)
-        spread.invite(directory, leaves_on_sigterm=changes.notice_s is not None)
+        spread.invite(directory, changes.launcher_timeout_s, leaves_on_sigterm=changes.notice_s is not None)
         stack.callback(lambda: spread.close(f"the launcher has ended: {_describe_end(stop)}"))
         readers.append(spread.read_facts)
     if changes.scaling is not None:

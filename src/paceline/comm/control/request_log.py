@@ -45,18 +45,27 @@ class RequestLog:
         self._guarded(self._begin)
 
     def close(self) -> None:
-        """Remove the file: its server has ended by itself, and nobody goes on from there."""
+        """Remove the file, unless it is another server's: this one has ended, and nobody goes on from there."""
         if self._descriptor >= 0:
+            if self._is_own:
+                self._path.unlink(missing_ok=True)
             os.close(self._descriptor)
             self._descriptor = -1
-            self._path.unlink(missing_ok=True)
+
+    @property
+    def _is_own(self) -> bool:
+        """Whether no other server has put a file in place of this one's."""
+        try:
+            return self._path.stat().st_ino == os.fstat(self._descriptor).st_ino
+        except FileNotFoundError:
+            return False
 
     def _note(self, message: Message) -> None:
         if self._descriptor >= 0:
             self._guarded(lambda: self._append(message))
 
     def _append(self, message: Message) -> None:
-        if self._num_bytes >= self._limit_bytes:
+        if self._num_bytes >= self._limit_bytes and self._is_own:
             self._begin()  # with what the message has changed
         else:
             self._num_bytes += _write(self._descriptor, [message])
@@ -83,7 +92,6 @@ class RequestLog:
         except OSError as error:
             with contextlib.suppress(OSError):
                 self.close()
-            self._path.unlink(missing_ok=True)
             self._tell_lost(f"{self._path} could not be written, so nobody could go on for the launcher: {error}")
 
 
