@@ -293,7 +293,8 @@ def test_an_error_of_the_launcher_lets_workers_save_before_it_ends(faked):
 
 def test_what_a_killed_launcher_left_is_cleared(faked):
     directory, _ = faked
-    for name in ("control.json", ".control.json.7", "w0.pid", "w1.2.pid", "rank0.err"):
+    of_processes = ("w0.pid", "w1.2.pid", "w0.process", ".w0.process.7", "requests.log", ".requests.log.7")
+    for name in ("control.json", ".control.json.7", *of_processes, "rank0.err"):
         (directory / "workers" / name).write_text("left")
     with pytest.raises(RuntimeError, match="a bug of the launcher"):
         local.launch(directory, 1)

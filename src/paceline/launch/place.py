@@ -53,6 +53,11 @@ class LauncherPlace:
                 "which stood still; this one ends, and the workers train on with the other"
             )
 
+    def release(self) -> None:
+        """Hold the place no longer."""
+        if self.is_held:
+            self._path.unlink(missing_ok=True)
+
     @property
     def is_held(self) -> bool:
         """Whether no other launcher has taken the place."""
