@@ -245,5 +245,5 @@ def test_a_coordinator_that_is_made_again_starts_who_was_not_started_and_gives_a
     coordinator.handle(Silent("w0", "it stands still"))
     kill, *others = coordinator.list_outstanding()
     assert kill == Kill("w0", "it stood still")
-    assert others[-1] == announce
-    assert [action.name for action in others[:-1]] == [name for name in coordinator.workers if name != "w0"]
+    assert others[-2:] == [announce, AskForBoundary(0)]
+    assert [action.name for action in others[:-2]] == [name for name in coordinator.workers if name != "w0"]

@@ -10,6 +10,7 @@ import sys
 import time
 
 import pytest
+import test_killed_runs as killed_runs
 from test_killed_runs import (
     find_lines,
     find_workers,
@@ -49,17 +50,9 @@ def run():
     return base().model_copy(update={"model": paceline.Model.model_validate(build)})
 """
 NUM_STEPS, NUM_WORKERS = 160, 3
-SETTINGS = {
+SETTINGS = {name: value for name, value in killed_runs.SETTINGS.items() if not name.startswith("model.")} | {
     "num_steps": NUM_STEPS,
-    "global_batch": 12,
     "checkpoint_interval": 20,
-    "evaluate_interval": 0,
-    "evaluate_samples": 8,
-    "num_threads": 1,
-    "schedule.warmup_steps": 2,
-    "loss.sample_tokens": 0,
-    "data.sequence_length": 32,
-    "data.max_bytes": 300_000,
     "num_virtual_workers": 3,
 }
 
@@ -166,6 +159,7 @@ def kill_while_starting(lab):
     first = lab.begin()
     lab.wait(lambda: any(lab.run.glob("workers/*.process")), first)
     first.kill()
+    first.wait()
     return first
 
 
@@ -177,6 +171,7 @@ def kill_while_workers_change(lab):
     assert kill(lab.run, 2)
     lab.wait(lambda: '"Died"' in journal.read_text(), first)
     first.kill()
+    first.wait()
     return first
 
 

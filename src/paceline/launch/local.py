@@ -197,11 +197,8 @@ def _supervise(
     journal = Journal(directory / JOURNAL, settings if left is None else None)
     with closing(store), journal, ExitStack() as stack:
         workforce, readers = _open_ways(directory, settings, store, local, changes, stop, stack, left)
-        if left is not None:
-            workforce.take_over(coordinator)
-        for host in [*coordinator.places] if changes.listen is None else []:
-            journal.append(lost := HostLost(host, "the launcher listens to other machines no longer"))
-            coordinator.handle(lost)  # what follows is outstanding
+        if changes.listen is None:
+            _lose_hosts(coordinator, journal)
         supervisor = Supervisor(
             coordinator,
             store,
@@ -251,6 +248,13 @@ def _supervise(
     return judge(records, local.ended, stop.number != 0, directory / "workers").code
 
 
+def _lose_hosts(coordinator: Coordinator, journal: Journal) -> None:
+    """Count other machines of a run that was taken over as lost; what follows is outstanding then."""
+    for host in [*coordinator.places]:
+        journal.append(lost := HostLost(host, "the launcher listens to other machines no longer"))
+        coordinator.handle(lost)
+
+
 def _open_workforce(
     directory: Path, size: int, access: ControlAccess, changes: Changes, launcher: int
 ) -> LocalWorkforce:
@@ -276,7 +280,10 @@ def _open_ways(
     stack: ExitStack,
     left: LeftRun | None,
 ) -> tuple[LocalWorkforce | SpreadWorkforce, list[_Reader]]:
-    """Return all workers' processes, here and elsewhere, and functions that read which changes are asked for."""
+    """Return all workers' processes, here and elsewhere, and functions that read which changes are asked for.
+
+    Processes of a run that is taken over are among them.
+    """
     log_path, most = directory / "events.jsonl", _find_most_workers(directory, settings.target)
     box = RequestBox(directory, *most, notice_s=changes.notice_s, keeps_older=left is not None)
     readers: list[_Reader] = [box.read]
@@ -293,6 +300,8 @@ def _open_ways(
         readers.append(spread.read_facts)
     if changes.scaling is not None:
         readers.append(PolicyCaller(changes.scaling, log_path, most[0], warn).read_facts)
+    if left is not None:
+        workforce.take_over(left.coordinator)
     return workforce, readers
 
 
