@@ -53,7 +53,7 @@ NUM_STEPS, NUM_WORKERS = 160, 3
 SETTINGS = {name: value for name, value in killed_runs.SETTINGS.items() if not name.startswith("model.")} | {
     "num_steps": NUM_STEPS,
     "checkpoint_interval": 20,
-    "num_virtual_workers": 3,
+    "num_virtual_workers": 4,
 }
 
 
