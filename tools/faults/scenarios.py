@@ -164,7 +164,8 @@ def _make_launcher(name: str, number: int, chance: random.Random) -> Scenario:
     phase = chance.choice(PHASES)
     rank = 0 if phase in ("snapshot", "persist", "flush", "commit") else chance.randrange(3)
     fault = Fault(0, "kill launcher", rank, _draw_step(chance), phase)
-    return Scenario(number, name, chance.choice(list(RULES)), faults=(fault,))
+    rule = chance.choice(list(RULES))
+    return Scenario(number, name, rule, faults=(fault,), settings={"launcher_timeout_s": chance.choice((0, 60))})
 
 
 def _make_stillness(name: str, number: int, chance: random.Random) -> Scenario:
@@ -205,7 +206,8 @@ def _make_disk(name: str, number: int, chance: random.Random) -> Scenario:
 def _make_damage(name: str, number: int, chance: random.Random) -> Scenario:
     fault = Fault(0, "kill launcher", chance.randrange(3), chance.randrange(14, 20), "forward")
     detail = chance.choice(("flipped bit", "cut", "swapped", "missing", "stale", "pickle", "path"))
-    return Scenario(number, name, chance.choice(list(RULES)), faults=(fault,), detail=detail)
+    rule = chance.choice(list(RULES))
+    return Scenario(number, name, rule, faults=(fault,), settings={"launcher_timeout_s": 0}, detail=detail)
 
 
 def _make_spoilt(name: str, number: int, chance: random.Random) -> Scenario:
