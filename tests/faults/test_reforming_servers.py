@@ -125,7 +125,7 @@ def assert_plain_sgd(folder):
     assert found.keys() == expected.keys()
     for name, tensor in expected.items():
         assert tensor.dtype == torch.float64
-        torch.testing.assert_close(found[name], tensor, rtol=0, atol=1e-12, msg=name)
+        torch.testing.assert_close(found[name], tensor, rtol=0, atol=1e-12, msg=lambda said: f"{name}: {said}")
 
 
 SERVERS = {
