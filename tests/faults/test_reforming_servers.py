@@ -1,6 +1,7 @@
 """Rules with servers: a worker is lost, joins or leaves, and what servers have applied counts once."""
 
 import threading
+from functools import partial
 
 import pytest
 import torch
@@ -125,7 +126,7 @@ def assert_plain_sgd(folder):
     assert found.keys() == expected.keys()
     for name, tensor in expected.items():
         assert tensor.dtype == torch.float64
-        torch.testing.assert_close(found[name], tensor, rtol=0, atol=1e-12, msg=lambda said: f"{name}: {said}")
+        torch.testing.assert_close(found[name], tensor, rtol=0, atol=1e-12, msg=partial("{}: {}".format, name))
 
 
 SERVERS = {

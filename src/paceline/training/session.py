@@ -403,6 +403,7 @@ def resume(
     training.step = training.delays_step = document["step"]
     training.delays = find_delays(session) or training.delays
     training.evaluated_step = 0 if document.get("is_evaluation_due") else training.step
+    training.evaluation = None  # workers that join have none, and all must decide alike whether to evaluate at the end
     if is_live:
         session.replica.state.is_exchange_due = document["is_exchange_due"]
         training.saved_step = document["saved_step"]
