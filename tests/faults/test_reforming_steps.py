@@ -7,14 +7,13 @@ from reforming_threads import LOST_STEP, WITHOUT_W1, assert_equal, changed_in, c
 
 from paceline.checkpoint import Checkpoint
 from paceline.compression import OneBit
-from paceline.monitor.events import CodecChanged, Evaluated, RunFinished
+from paceline.monitor.events import CodecChanged
 from paceline.monitor.reader import select
 from paceline.optim import SGD, AdamW
 from paceline.replica.codec_chooser import CodecChooser
 from paceline.replica.gradients import Gradients
 from paceline.replica.landing import BucketLanding
 from paceline.training import loop
-from paceline.training.session import Session
 
 
 @pytest.mark.parametrize("learning_rate", [0.05, 0.01], ids=["sgd", "adamw"])
@@ -93,12 +92,3 @@ def test_copies_undo_what_a_broken_step_has_applied(tmp_path, monkeypatch, chang
         model, optimizer = began[name]
         assert_equal(seen[1, name].before.parameters, model, atol=0)
         assert_equal(seen[1, name].optimizer, optimizer, atol=0)
-
-
-def test_an_evaluation_is_made_again_by_all_if_who_would_have_told_of_it_is_lost(tmp_path, monkeypatch):
-    """Workers that join then have none, and evaluate: all must, or they would wait for each other."""
-    lose = lose_in(Session, "log_event", lambda session, event, *_: isinstance(event, Evaluated))
-    epochs = [[["w0", "w1", "w2"]], [["w1", "w2"]]]
-    _, records = run_threads(tmp_path, monkeypatch, {"name": "every_step"}, epochs, lose, "w0")
-    (evaluated,), (finished,) = select(records, Evaluated), select(records, RunFinished)
-    assert evaluated.event.loss == finished.event.held_out_loss
