@@ -52,10 +52,12 @@ docs: setup
 wheel: setup
 	$(BIN)/python -m build --no-isolation --outdir dist
 
-# Hundreds of trainings whose workers are killed, stopped, cut off or resized, about an hour, and saves killed at every call.
+# Hundreds of trainings whose workers are killed, stopped, cut off or resized, saves killed at every call, and a thousand
+# changes of the workers of one training: about two hours.
 faults: setup
 	OMP_NUM_THREADS=1 $(BIN)/python tools/faults/saves.py
 	OMP_NUM_THREADS=1 $(BIN)/python tools/faults/campaign.py
+	OMP_NUM_THREADS=1 $(BIN)/python tools/faults/reforms.py
 
 # For `paceline bench data --peers_python .data-peers/bin/python`; with this environment's torch, not one of its own.
 data-peers: setup

@@ -24,6 +24,7 @@ def test_the_pause_is_the_longest_time_between_updates_after_the_fault():
     # One more update ends just after the fault; then two workers go on, and the third is back at 3 s.
     after = [(1.05, 11, 3), (1.85, 12, 2), (1.95, 13, 2), (3.0, 14, 3), (3.1, 15, 3)]
     recovery = judge(updates_of(*CALM, *after), 1.01, 3)
+    assert recovery.next_s == pytest.approx(0.84)
     assert recovery.pause_s == pytest.approx(1.05)
     assert recovery.full_s == pytest.approx(1.99)
     assert recovery.num_again == 0
@@ -32,7 +33,7 @@ def test_the_pause_is_the_longest_time_between_updates_after_the_fault():
 def test_updates_that_are_done_again_are_counted_once_each():
     after = [(4.0, 8, 3), (4.1, 9, 3), (4.2, 10, 3), (4.3, 11, 3)]
     recovery = judge(updates_of(*CALM, *after), 1.01, 3)
-    assert recovery == Recovery(pytest.approx(2.99), pytest.approx(2.99), 3)
+    assert recovery == Recovery(pytest.approx(2.99), pytest.approx(2.99), pytest.approx(2.99), 3)
 
 
 def test_a_fault_that_nobody_feels_costs_a_step():
@@ -42,9 +43,10 @@ def test_a_fault_that_nobody_feels_costs_a_step():
 
 def test_rows_compare_the_first_side_with_each_other():
     bench = ResilienceBenchmark(sides=("paceline", "torchrun"))
-    found = {"paceline": [Recovery(0.5, 2.0, 0)] * 3, "torchrun": [Recovery(5.0, 8.0, 4)] * 3}
+    found = {"paceline": [Recovery(0.4, 0.5, 2.0, 0)] * 3, "torchrun": [Recovery(5.0, 5.0, 8.0, 4)] * 3}
     rows = bench._describe(found, {"paceline": [0.97], "torchrun": []})
     ratios = {row.metric: row.ratio for row in rows}
+    assert ratios["next update"] == pytest.approx(0.08)
     assert ratios["pause"] == pytest.approx(0.1)
     assert ratios["longest time to full strength"] == pytest.approx(0.25)
     assert ratios["updates done again"] == 0

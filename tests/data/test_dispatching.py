@@ -66,7 +66,7 @@ def test_each_sample_is_taken_once_and_iterating_ends_at_the_boundary(num_micro_
                 loader.ack(batch)
         turn.wait()
         position = counter.ledger.position
-        loader.move_to(position)
+        loader.set_used([(0, position)])
         assert loader.position == 100
         return taken
 

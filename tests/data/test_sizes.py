@@ -71,7 +71,7 @@ class Alone:
         while (claimed := self.assignments.claim(0, claim_size, boundary))[0] == ClaimAnswer.TAKE:
             yield claimed[1][1] - claimed[1][0]
             self.assignments.ack(0, claimed[1], is_used=True)
-        loader.move_to(loader.position)
+        loader.set_used([(0, loader.position)])
 
 
 @always

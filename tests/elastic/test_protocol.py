@@ -42,6 +42,20 @@ def test_all_begin_together_once_they_are_there():
     assert (view.epoch, view.names, view.previous, view.step) == (5, ("w0", "w1"), (None, None), -1)
 
 
+def test_a_boundary_is_asked_for_once():
+    coordinator, _ = begin(2)
+    assert coordinator.handle(Scaled(3)) == [StartWorker("w2", 2)]
+    assert coordinator.handle(Ready("w2")) == [AskForBoundary(0)]
+    assert coordinator.handle(Voted("w0", 0, 7)) == []
+
+
+def test_workers_that_stop_unasked_are_told_to_go_on():
+    coordinator, _ = begin(2)
+    assert coordinator.handle(Voted("w0", 0, 7)) == []
+    (announce,) = coordinator.handle(Voted("w1", 0, 7))
+    assert (announce.view.epoch, announce.view.names, announce.view.step) == (1, ("w0", "w1"), 7)
+
+
 def test_a_spare_takes_the_place_of_who_dies():
     coordinator, actions = begin(2, num_spares=1)
     assert StartWorker("w2", 2) in actions
@@ -232,3 +246,18 @@ def test_who_leads_from_another_machine_hands_on_at_the_next_boundary():
     coordinator.handle(Voted("w0@b", 2, 6))
     (announce,) = coordinator.handle(Voted("w0", 2, 6))
     assert announce.view.names == ("w0", "w0@b")
+
+
+def test_a_coordinator_that_is_made_again_starts_who_was_not_started_and_gives_as_much_time_to_leave():
+    coordinator = Coordinator(MembershipSettings(2))
+    coordinator.begin()
+    assert coordinator.list_outstanding() == [StartWorker("w0", 0), StartWorker("w1", 1)], "again: known ones stay"
+    coordinator.handle(Ready("w0"))
+    (announce,) = coordinator.handle(Ready("w1"))
+    coordinator.handle(LeaveAsked("w1", 25.0))
+    assert coordinator.workers["w1"].within_s == 25.0
+    coordinator.handle(Silent("w0", "it stands still"))
+    kill, *others = coordinator.list_outstanding()
+    assert kill == Kill("w0", "it stood still")
+    assert others[-2:] == [announce, AskForBoundary(0)]
+    assert [action.name for action in others[:-2]] == [name for name in coordinator.workers if name != "w0"]

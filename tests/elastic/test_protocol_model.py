@@ -268,6 +268,7 @@ MUTANTS = {
     "a boundary is asked for, but not remembered": (
         "self._is_asked = True\n",
         "pass\n",
+        cases.test_a_boundary_is_asked_for_once,
     ),
     "dead workers are not replaced": (
         "for _ in range(-num_surplus):",

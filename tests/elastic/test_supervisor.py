@@ -11,13 +11,14 @@ from supervised_threads import Threads, supervise
 
 from paceline.comm.progress import PROGRESS
 from paceline.elastic import member as member_module
-from paceline.elastic import supervisor as supervisor_module
+from paceline.elastic import watch as watch_module
 from paceline.elastic.facts import LeaveAsked, Ready, Scaled, StopAsked
 from paceline.elastic.journal import Journal, read_journal
 from paceline.elastic.member import Lateness
 from paceline.elastic.protocol import Coordinator, MembershipSettings
 from paceline.elastic.requests import RequestBox
-from paceline.elastic.supervisor import Patience, Supervisor
+from paceline.elastic.supervisor import Supervisor
+from paceline.elastic.watch import Patience
 
 
 class Unmeasured(Lateness):
@@ -151,14 +152,14 @@ def test_a_worker_that_has_voted_hangs_by_no_verdict(tmp_path):
     assert workforce.killed == []
 
 
-@pytest.mark.parametrize("module", [member_module, supervisor_module], ids=["workers", "launcher"])
+@pytest.mark.parametrize("module", [member_module, watch_module], ids=["workers", "launcher"])
 @pytest.mark.parametrize("late_s", [0.0, 2.0], ids=["quiet", "starved"])
 def test_silence_is_borne_for_longer_where_the_machine_is_starved(tmp_path, monkeypatch, module, late_s):
     class Known(Lateness):
         def note(self, measured_s):
             self.late_s = late_s
 
-    for each in (member_module, supervisor_module):
+    for each in (member_module, watch_module):
         monkeypatch.setattr(each, "Lateness", Known if each is module else Unmeasured)
 
     def script(member):

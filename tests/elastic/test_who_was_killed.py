@@ -10,6 +10,18 @@ from paceline.elastic.protocol import MembershipSettings
 from paceline.elastic.supervisor import EndVerdict
 
 
+def list_killed(tmp_path, settings, script, supervisors, **options):
+    """Return who is known to be killed when all start again; the supervisor is the last one of a list meanwhile."""
+    killed = []
+
+    def judge(epoch):
+        killed.extend(supervisors[-1].killed.values())
+        return EndVerdict(True, 0, "")
+
+    supervise(tmp_path, settings, script, judge=judge, tell=supervisors.append, **options)
+    return sorted(killed)
+
+
 @pytest.mark.parametrize("size", [3, 4])
 def test_all_that_were_killed_are_named_where_all_start_again_not_who_gave_up_for_them(tmp_path, size):
     is_one_dead = threading.Event()
@@ -28,15 +40,9 @@ def test_all_that_were_killed_are_named_where_all_start_again_not_who_gave_up_fo
         member.next_view(20)
         return "done"
 
-    supervisors, killed = [], []
-
-    def judge(epoch):
-        killed.extend(supervisors[-1].killed.values())
-        return EndVerdict(True, 0, "")
-
+    supervisors = []
     settings = MembershipSettings(size, min_workers=3)
-    supervise(tmp_path, settings, script, judge=judge, tell=supervisors.append)
-    assert sorted(killed) == ["w1 was lost", "w2 was lost"]
+    assert list_killed(tmp_path, settings, script, supervisors) == ["w1 was lost", "w2 was lost"]
 
 
 def test_both_are_named_that_were_killed_at_once_where_the_first_lets_all_start_again(tmp_path, monkeypatch):
@@ -51,13 +57,8 @@ def test_both_are_named_that_were_killed_at_once_where_the_first_lets_all_start_
         member.next_view(20)
         return "done"
 
-    supervisors, killed = [], []
-
-    def judge(epoch):
-        killed.extend(supervisors[-1].killed.values())
-        return EndVerdict(True, 0, "")
-
     monkeypatch.setattr(Threads, "wait", wait_for_both)
-    settings = MembershipSettings(3)
-    supervise(tmp_path, settings, script, obstacle="the model is split", judge=judge, tell=supervisors.append)
-    assert sorted(killed) == ["w1 was lost", "w2 was lost"]
+    assert list_killed(tmp_path, MembershipSettings(3), script, [], obstacle="the model is split") == [
+        "w1 was lost",
+        "w2 was lost",
+    ]

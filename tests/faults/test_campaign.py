@@ -65,7 +65,7 @@ def test_an_exchange_that_conserves_nothing_is_found(load, tmp_path, rule, total
 
 
 @pytest.mark.parametrize(
-    ("rule", "num_restarts", "is_wrong"), [("dpsgd", 1, True), ("dpsgd", 0, False), ("ssp", 1, False)]
+    ("rule", "num_restarts", "is_wrong"), [("dpsgd", 1, True), ("dpsgd", 0, False), ("ad_psgd", 1, False)]
 )
 def test_a_rule_that_starts_again_where_it_could_go_on_is_found(load, tmp_path, rule, num_restarts, is_wrong):
     judging, scenarios = load("judging"), load("scenarios")

@@ -192,7 +192,7 @@ def test_workers_join_and_leave_a_run_as_a_person_asks(tmp_path, run_here, wait_
 @pytest.mark.timeout(200)
 def test_a_killed_launcher_takes_its_workers_along_and_resume_goes_on(tmp_path, run_here, wait_for_step):
     killed = tmp_path / "killed"
-    process = start(killed, 1000, num_workers=2)
+    process = start(killed, 1000, num_workers=2, launcher_timeout_s=0.5)
     wait_for_step(killed, 10, process)
     process.kill()
     process.communicate()

@@ -14,9 +14,7 @@ from paceline.monitor.reader import read_log, select
 
 NO_BOUNDARY = {"checkpoint_interval": 0, "evaluate_interval": 0, "global_batch": 12}
 SYNCS = {
-    "asgd": {"sync": "asgd"},
     "asgd, own servers": {"sync": "asgd", "sync.placement": "own"},
-    "ssp": {"sync": "ssp"},
     "easgd": {"sync": "easgd", "sync.asynchronous": True},
     "ad_psgd": {"sync": "ad_psgd"},
 }
@@ -71,7 +69,7 @@ def test_what_lives_is_saved_and_training_goes_on_from_there(tmp_path, name, run
 
 
 @pytest.mark.timeout(200)
-@pytest.mark.parametrize("name", ["asgd", "ad_psgd"])
+@pytest.mark.parametrize("name", ["easgd", "ad_psgd"])
 def test_without_the_first_worker_all_stop_and_say_so(tmp_path, name, run_here):
     records = run_and_kill(run_here, tmp_path / "killed", 0, SYNCS[name])
     assert not [record for record in select(records, CheckpointSaved) if record.event.lost_ranks]

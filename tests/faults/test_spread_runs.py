@@ -73,7 +73,7 @@ def test_workers_of_other_machines_join_die_with_their_agent_leave_and_are_lost_
     run, token = tmp_path / "run", tmp_path / "token.json"
     at = f"{address(0)}:29600"
     with Netlab(4, 1e9) as lab:
-        process = start_run(lab, run, 2, "--min_workers", "1", "--listen", at)
+        process = start_run(lab, run, 2, "--min_workers", "1", "--listen", at, "--launcher_timeout_s", "5")
         agents = {}
 
         def start_agent(host, name):

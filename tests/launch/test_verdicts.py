@@ -10,8 +10,9 @@ import pytest
 from paceline.errors import SettingsError, StorageError
 from paceline.launch import local
 from paceline.launch.exit_codes import ExitCode, leave
-from paceline.launch.local import _describe_killed, _judge, _tell, _tell_restart
+from paceline.launch.local import _tell, _tell_restart
 from paceline.launch.processes import Ended
+from paceline.launch.verdict import describe_killed, judge
 from paceline.launch.worker import _code_of
 from paceline.monitor.events import Failed, Preempted, Record, Restarted, RunFinished, Warned, WorkersChanged
 from paceline.monitor.reader import read_log, select
@@ -59,9 +60,9 @@ LOST = ExitCode.PEERS_LOST
     ids=["frozen", "killed", "exited", "told to end", "nothing"],
 )
 def test_the_reason_of_a_restart_names_the_guilty(tmp_path, failures, ended, reason):
-    outcome = _judge(failures, ended, signalled=False, output=tmp_path)
+    outcome = judge(failures, ended, signalled=False, output=tmp_path)
     assert (outcome.code, outcome.reason) == (ExitCode.PEERS_LOST, reason)
-    outcome = _judge(failures, ended, signalled=False, output=tmp_path, killed=["w0 was killed", "w1.2 was killed"])
+    outcome = judge(failures, ended, signalled=False, output=tmp_path, killed=["w0 was killed", "w1.2 was killed"])
     assert (outcome.code, outcome.reason) == (ExitCode.PEERS_LOST, "w0 was killed; w1.2 was killed")
 
 
@@ -88,7 +89,7 @@ def test_restarts_are_numbered_whatever_other_changes_there_were(tmp_path):
     ],
 )
 def test_the_exit_code_says_how_it_ended(tmp_path, records, signalled, code):
-    assert _judge(records, Ended(), signalled, tmp_path).code == code
+    assert judge(records, Ended(), signalled, tmp_path).code == code
 
 
 ABORTED = """
@@ -104,10 +105,10 @@ def test_a_rank_that_gloo_aborts_ran_another_operation_and_is_no_lost_one(tmp_pa
     (tmp_path / "rank0.err").write_text(ABORTED)
     (tmp_path / "rank1.err").write_text("")
     failures = [fail(1, "CommunicationError", "rank 1 of 2 lost others, in all_gather of [[796]] Float")]
-    mismatch = _judge(failures, Ended(exit_codes={0: -signal.SIGABRT, 1: LOST}), False, tmp_path).mismatch
+    mismatch = judge(failures, Ended(exit_codes={0: -signal.SIGABRT, 1: LOST}), False, tmp_path).mismatch
     assert "rank 0, in all_gather_single, got 3184 bytes where it expected 1072; rank 1: rank 1 of 2 lost" in mismatch
-    assert _judge(failures, Ended(exit_codes={1: -signal.SIGABRT, 0: LOST}), False, tmp_path).mismatch == ""
-    assert _judge(failures, Ended(exit_codes={0: -signal.SIGKILL, 1: LOST}), False, tmp_path).mismatch == ""
+    assert judge(failures, Ended(exit_codes={1: -signal.SIGABRT, 0: LOST}), False, tmp_path).mismatch == ""
+    assert judge(failures, Ended(exit_codes={0: -signal.SIGKILL, 1: LOST}), False, tmp_path).mismatch == ""
 
 
 def test_a_launcher_that_cannot_write_its_log_does_not_start_again(tmp_path):
@@ -124,10 +125,10 @@ def test_a_launcher_that_cannot_write_its_log_does_not_start_again(tmp_path):
     ],
 )
 def test_who_was_killed_at_a_stop_is_told_with_what_was_saved(records, end):
-    words = _describe_killed({"w1": "w1 is in phase forward", "w2": "w2 is too"}, records, 0)
+    words = describe_killed({"w1": "w1 is in phase forward", "w2": "w2 is too"}, records, 0)
     said = "w1, w2 did not stop as asked, and had to be killed"
     assert words == f"{said}; {end}; w1 is in phase forward; w2 is too"
-    assert "no checkpoint" in _describe_killed({"w1": ""}, records, 1), "that was an earlier start"
+    assert "no checkpoint" in describe_killed({"w1": ""}, records, 1), "that was an earlier start"
 
 
 FREEZING = """
@@ -269,7 +270,7 @@ class Processes:
 def faked(tmp_path, monkeypatch):
     """The folder of a run whose launcher has faked workers, and ends by an error."""
 
-    def fail_unexpectedly(self):
+    def fail_unexpectedly(self, *, takes_over):
         raise RuntimeError("a bug of the launcher")
 
     processes = Processes()
@@ -292,7 +293,8 @@ def test_an_error_of_the_launcher_lets_workers_save_before_it_ends(faked):
 
 def test_what_a_killed_launcher_left_is_cleared(faked):
     directory, _ = faked
-    for name in ("control.json", ".control.json.7", "w0.pid", "w1.2.pid", "rank0.err"):
+    of_processes = ("w0.pid", "w1.2.pid", "w0.process", ".w0.process.7", "requests.log", ".requests.log.7")
+    for name in ("control.json", ".control.json.7", *of_processes, "rank0.err"):
         (directory / "workers" / name).write_text("left")
     with pytest.raises(RuntimeError, match="a bug of the launcher"):
         local.launch(directory, 1)

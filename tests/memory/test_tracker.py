@@ -1,5 +1,7 @@
 """The tracker against torch's, and against sums made by hand."""
 
+import weakref
+
 import pytest
 import torch
 from memory_models import Pictures, compute_loss, make_transformer
@@ -61,6 +63,16 @@ def test_views_cost_nothing_and_what_is_let_go_of_neither():
         assert tracker.now == {**dict.fromkeys(tracker.now, 0), "optimizer": 400}
         tracker.reset_peak()
         assert tracker.peak_bytes == 400
+
+
+def test_a_model_outlives_trackers_and_holds_none_of_them():
+    model = torch.nn.Linear(4, 4)
+    tracker = StorageTracker("cpu")
+    with counting(model, torch.optim.SGD(model.parameters()), "cpu", tracker):
+        model(torch.ones(2, 4)).sum().backward()
+    gone = weakref.ref(tracker)
+    del tracker
+    assert gone() is None
 
 
 def test_what_forward_makes_is_told_from_what_backward_makes():

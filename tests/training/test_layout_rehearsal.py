@@ -140,12 +140,6 @@ def test_a_model_of_many_gigabytes_takes_no_memory() -> None:
     assert before.device == CPU
 
 
-def test_what_cannot_be_rehearsed_is_divided_and_says_so() -> None:
-    model = FunctionModel(path=f"{__file__}:make_plain")
-    run = make_run(layout=Layout(tensor=2), model=model)
-    assert estimate(run, TEXT, 2, CPU).is_rough  # its tensor plan is found by trying
-
-
 class Foreign(nn.Module):
     """A model that says nothing of how it can be split."""
 
@@ -167,10 +161,6 @@ def test_a_model_whose_layers_are_found_by_running_it_is_rehearsed() -> None:
     kept = [estimate(make_run(layout=layout, model=model), TEXT, 2, CPU) for layout in (Layout(), Layout(pipeline=2))]
     assert not kept[1].is_rough
     assert kept[1].bytes_of["parameters"] < 0.7 * kept[0].bytes_of["parameters"]
-
-
-def make_plain() -> nn.Module:
-    return nn.Sequential(nn.Embedding(64, 8), nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 64))
 
 
 def test_a_world_of_absent_ranks_is_the_only_one() -> None:

@@ -19,6 +19,7 @@ from paceline.sync import (
     ASGD,
     DPSGD,
     EASGD,
+    SSP,
     AdaptiveLocalSGD,
     ChocoSGD,
     DiLoCo,
@@ -39,6 +40,7 @@ from paceline.training.reforming import can_reform
 
 SYNCS = [EveryStep(), EveryStep(codec=TopK()), EveryStep(codec=AutoCodec()), LocalSGD(), DiLoCo(), StreamingDiLoCo()]
 SYNCS += [Scaffold(), EASGD(), HierarchicalLocalSGD(), AdaptiveLocalSGD(), DPSGD(), ChocoSGD(), PushSum()]
+SYNCS += [ASGD(), SSP(), ParameterServer(num_standbys=1), ParameterServer(num_backups=1)]
 
 
 @pytest.mark.parametrize("sync", SYNCS, ids=lambda sync: sync.name)
@@ -49,9 +51,10 @@ def test_these_rules_go_on(sync):
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"sync": ASGD()}, "own pace"),
+        ({"sync": ASGD(placement="own")}, "processes of their own"),
         ({"sync": EASGD(asynchronous=True)}, "own pace"),
-        ({"sync": ParameterServer()}, "sync parameter_server has a state"),
+        ({"sync": ParameterServer(host_size=2)}, "sync parameter_server has a state"),
+        ({"sync": ParameterServer(num_servers=2, num_backups=1)}, "own pace"),
         ({"layout": {"sharded": 2}}, "share a model"),
         ({"shares": [1.0, 2.0]}, "shares are given"),
     ],

@@ -114,6 +114,8 @@ def _train(scenario: Scenario, folder: Path, outcome: Outcome, chance: random.Ra
     try:
         outcome.problems += _disturb(scenario, folder, chance)
         code = launcher.wait(_TIMEOUT_S)
+        if code == _LAUNCHER_KILLED and scenario.settings.get("launcher_timeout_s"):  # workers train on meanwhile
+            return _resume(folder, outcome)
     finally:
         is_killed = bool(scenario.faults) and scenario.faults[0].kind == "kill launcher"
         if is_killed and not warm.wait_until_gone(folder / "run"):
@@ -123,12 +125,13 @@ def _train(scenario: Scenario, folder: Path, outcome: Outcome, chance: random.Ra
         return code
     if scenario.detail:
         damage(folder / "run", scenario.detail, chance)
+    return _resume(folder, outcome)
+
+
+def _resume(folder: Path, outcome: Outcome) -> int:
     outcome.num_resumes = 1
-    launcher = warm.Launcher(["--resume", str(folder / "run")], folder)
-    try:
+    with contextlib.closing(warm.Launcher(["--resume", str(folder / "run")], folder)) as launcher:
         return launcher.wait(_TIMEOUT_S)
-    finally:
-        launcher.close()
 
 
 def _may_resume(scenario: Scenario, folder: Path, code: int) -> bool:

@@ -25,9 +25,6 @@ from paceline.monitor.reader import read_log, select, summarise
 
 LOSS_MARGIN = 0.1
 """Largest difference of held-out losses, in nats: those of four seeds differ by about as much."""
-_MORE_UPDATES = 0.3
-"""Difference, in nats, by which the loss of workers at their own pace may be lower: those that outlive one keep what
-they have done, and the rest of its batches makes updates of a few samples, which with Adam are as large as others."""
 _OWN_WAY = (*OWN_PACE, "adaptive_local_sgd")
 """Rules whose weights differ from run to run, because they depend on times."""
 _OTHER_SUMS = 1e-4
@@ -65,8 +62,7 @@ def judge(outcome: Outcome, folder: Path, straights: Sequence[Path]) -> None:
     _judge_exchanges(outcome, folder)
     _judge_weights(outcome, folder, straights[0])
     loss, others = _final_loss(folder / "run"), [_final_loss(path / "run") for path in straights]
-    lower = _MORE_UPDATES if outcome.scenario.rule in OWN_PACE and outcome.num_restarts else LOSS_MARGIN
-    if not min(others) - lower <= loss <= max(others) + LOSS_MARGIN:
+    if not min(others) - LOSS_MARGIN <= loss <= max(others) + LOSS_MARGIN:
         outcome.problems.append(f"held-out loss {loss:.3f}, undisturbed {', '.join(f'{one:.3f}' for one in others)}")
 
 

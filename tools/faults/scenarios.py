@@ -52,13 +52,13 @@ RULES: dict[str, dict[str, object]] = {
     "push_sum": {"sync": "push_sum"},
     "adaptive_mixing": {"sync": "adaptive_mixing"},
     "ad_psgd": {"sync": "ad_psgd"},
-    "asgd": {"sync": "asgd"},
-    "ssp": {"sync": "ssp"},
-    "parameter_server": {"sync": "parameter_server"},
+    "asgd": {"sync": "asgd", "sync.num_standbys": 1},
+    "ssp": {"sync": "ssp", "sync.num_standbys": 1},
+    "parameter_server": {"sync": "parameter_server", "sync.num_standbys": 1},
 }
 OWN_PACE = ("easgd, asynchronous", "ad_psgd", "asgd", "ssp")
 """Rules whose workers do not step together."""
-STARTING_AGAIN = (*OWN_PACE, "parameter_server", "every_step, one_bit")
+STARTING_AGAIN = ("easgd, asynchronous", "ad_psgd", "every_step, one_bit")
 """Rules whose workers may have to start again from a checkpoint when one is lost."""
 GOING_ON = tuple(rule for rule in RULES if rule not in STARTING_AGAIN)
 """Rules whose workers go on without lost ones, and with new ones."""
@@ -164,7 +164,8 @@ def _make_launcher(name: str, number: int, chance: random.Random) -> Scenario:
     phase = chance.choice(PHASES)
     rank = 0 if phase in ("snapshot", "persist", "flush", "commit") else chance.randrange(3)
     fault = Fault(0, "kill launcher", rank, _draw_step(chance), phase)
-    return Scenario(number, name, chance.choice(list(RULES)), faults=(fault,))
+    rule = chance.choice(list(RULES))
+    return Scenario(number, name, rule, faults=(fault,), settings={"launcher_timeout_s": chance.choice((0, 60))})
 
 
 def _make_stillness(name: str, number: int, chance: random.Random) -> Scenario:
@@ -205,7 +206,8 @@ def _make_disk(name: str, number: int, chance: random.Random) -> Scenario:
 def _make_damage(name: str, number: int, chance: random.Random) -> Scenario:
     fault = Fault(0, "kill launcher", chance.randrange(3), chance.randrange(14, 20), "forward")
     detail = chance.choice(("flipped bit", "cut", "swapped", "missing", "stale", "pickle", "path"))
-    return Scenario(number, name, chance.choice(list(RULES)), faults=(fault,), detail=detail)
+    rule = chance.choice(list(RULES))
+    return Scenario(number, name, rule, faults=(fault,), settings={"launcher_timeout_s": 0}, detail=detail)
 
 
 def _make_spoilt(name: str, number: int, chance: random.Random) -> Scenario:

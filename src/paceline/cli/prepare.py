@@ -58,6 +58,17 @@ def make_resumed(directory: Path, overrides: list[tuple[str, str]]) -> Run:
     return apply_overrides(load_run(RunFile.load(directory)), overrides)
 
 
+def changes_run(directory: Path, num_workers: int | None, overrides: list[tuple[str, str]]) -> bool:
+    """Return whether a number of workers and overrides change the run in a directory.
+
+    Raises:
+        SettingsError: The directory holds no run, or an override does not fit.
+    """
+    file = RunFile.load(directory)
+    begun = load_run(file)
+    return num_workers not in (None, file.num_workers) or apply_overrides(begun, overrides) != begun
+
+
 def check_workers(run: Run, num_workers: int) -> Splits:
     """Check at once what every worker would refuse later, and return the data.
 

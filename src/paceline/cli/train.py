@@ -25,6 +25,7 @@ def train(
     spares: options.Spares = 0,
     listen: options.Listen = None,
     notice_s: options.NoticeS = None,
+    launcher_timeout_s: options.LauncherTimeoutS = 60.0,
     scale_policy: options.ScalePolicyName = None,
     scale_interval_s: options.ScaleIntervalS = 60.0,
     prices: options.Prices = None,
@@ -44,7 +45,7 @@ def train(
 
     overrides = parse_pairs(context.args)
     _check_start(recipe, out, resume, go_on=go_on)
-    options.check_numbers(max_restarts, min_workers, spares, notice_s, scale_interval_s)
+    options.check_numbers(max_restarts, min_workers, spares, notice_s, scale_interval_s, launcher_timeout_s)
     if prices is not None and scale_policy is None:
         raise SettingsError(f"--prices must be given with --scale_policy, but got {prices} alone; name a policy")
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
@@ -56,7 +57,12 @@ def train(
         losses = {"max_restarts": max_restarts, "min_workers": min_workers, "num_spares": spares}
         address = options.parse_address(listen) if listen else None
         scaling = (scale_policy, scale_interval_s, prices) if scale_policy is not None else None
-        changes = {"listen": address, "notice_s": notice_s, "scaling": scaling}
+        changes = {
+            "listen": address,
+            "notice_s": notice_s,
+            "scaling": scaling,
+            "launcher_timeout_s": launcher_timeout_s,
+        }
         raise typer.Exit(_train_here(recipe, workers, out, resume, losses, changes, overrides, go_on=go_on))
 
 
@@ -88,13 +94,23 @@ def _train_here(
     *,
     go_on: bool,
 ) -> int:
-    from paceline.checkpoint.durable import WriterLock
     from paceline.cli.go_on import check_begun, is_begun
-    from paceline.cli.prepare import make_resumed, make_run, prepare_new, prepare_resumed, taking_back, write_report
+    from paceline.cli.prepare import (
+        changes_run,
+        make_resumed,
+        make_run,
+        prepare_new,
+        prepare_resumed,
+        taking_back,
+        write_report,
+    )
     from paceline.launch.changes import Changes
+    from paceline.launch.left_run import end_left_workers, find_left_run
     from paceline.launch.local import check_min_workers, launch
+    from paceline.launch.place import acquire_run
     from paceline.launch.scaling import PolicySettings
     from paceline.monitor.reader import last_traceback
+    from paceline.training.run_file import RunFile
 
     if changes["scaling"] is not None:
         changes["scaling"] = PolicySettings(*changes["scaling"])
@@ -109,17 +125,22 @@ def _train_here(
         resume = out
     ways.check(lambda: make_run(recipe or "", overrides) if resume is None else make_resumed(resume, overrides))
     with taking_back(resume):
+        left = None
         if resume is not None:
-            lock = WriterLock(resume.absolute())
-            lock.acquire()
-            directory, file = prepare_resumed(resume, workers, overrides)
+            lock = acquire_run(resume.absolute())
+            if not changes_run(resume, workers, overrides):
+                left = find_left_run(resume.absolute())
+            if left is not None:
+                directory, file = resume.absolute(), RunFile.load(resume)
+            else:
+                end_left_workers(resume.absolute())
+                directory, file = prepare_resumed(resume, workers, overrides)
         else:
             assert recipe is not None
             directory, file = prepare_new(recipe, workers, out, overrides)
-            lock = WriterLock(directory)
-            lock.acquire()
+            lock = acquire_run(directory)
         typer.echo(f"run: {directory}")
-        code = launch(directory, file.num_processes, changes=ways, **losses)
+        code = launch(directory, file.num_processes, changes=ways, left=left, **losses)
         lock.release()
     typer.echo(f"log: {directory / 'events.jsonl'}")
     if code is ExitCode.FINISHED:

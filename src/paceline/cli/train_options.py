@@ -54,6 +54,15 @@ NoticeS = Annotated[
         help="Let a worker that gets SIGTERM leave within this time, and the others go on. [default: all stop]",
     ),
 ]
+LauncherTimeoutS = Annotated[
+    float,
+    typer.Option(
+        "--launcher_timeout_s",
+        "--launcher-timeout-s",
+        help="Time for which workers train on after this process was killed, for --resume to take them over; then they "
+        "save and end.",
+    ),
+]
 ScalePolicyName = Annotated[
     str | None,
     typer.Option(
@@ -69,7 +78,12 @@ Prices = Annotated[Path | None, typer.Option(help="JSON file of numbers for it, 
 
 
 def check_numbers(
-    max_restarts: int, min_workers: int | None, spares: int, notice_s: float | None, scale_interval_s: float
+    max_restarts: int,
+    min_workers: int | None,
+    spares: int,
+    notice_s: float | None,
+    scale_interval_s: float,
+    launcher_timeout_s: float,
 ) -> None:
     """Raise `SettingsError` for one that is out of range."""
     if max_restarts < 0:
@@ -80,6 +94,11 @@ def check_numbers(
         raise SettingsError(f"--spares must be at least 0, but got {spares}; 0 is for none")
     if notice_s is not None and not 0 < notice_s < math.inf:
         raise SettingsError(f"--notice_s must be more than 0 seconds, but got {notice_s}; leave it out for none")
+    if not 0 <= launcher_timeout_s < math.inf:
+        raise SettingsError(
+            f"--launcher_timeout_s must be at least 0 seconds, but got {launcher_timeout_s}; 0 lets workers "
+            "save and end at once"
+        )
     if not 0 < scale_interval_s < math.inf:
         raise SettingsError(f"--scale_interval_s must be more than 0 seconds, but got {scale_interval_s}")
 

@@ -19,6 +19,7 @@ from typing import TypeVar
 
 from torch.distributed import Store
 
+from paceline.comm.control import ControlError
 from paceline.comm.hang_watch import UNJUDGED, HangWatch, Verdict
 from paceline.comm.heartbeat_record import FINISHED, MESSAGE, Heartbeat
 from paceline.comm.progress import PROGRESS
@@ -172,10 +173,10 @@ class HeartbeatBoard:
 
     def _keep_posting(self) -> None:
         while not self._closed.wait(POST_INTERVAL_S):
-            self._post()
+            is_answered = self._post()
             if self._on_verdict is not None and not self._closed.is_set():
                 self._judge()
-            self.num_looks += 1
+            self.num_looks += is_answered
 
     def _judge(self) -> None:
         """Judge the others while this rank waits, and hand over the verdict."""
@@ -212,7 +213,8 @@ class HeartbeatBoard:
         if limit_s is not None and not mine.line and not mine.waits and mine.still_s > limit_s / 2:
             mine.line = find_own_line(is_reading=mine.phase == "data")  # others may see no process of this host
 
-    def _post(self) -> None:
+    def _post(self) -> bool:
+        """Post, and return whether the store has answered."""
         with self._lock:
             self._note_progress()
             self._mine.beat += 1
@@ -221,8 +223,12 @@ class HeartbeatBoard:
             self._mine.recent = list(self._recent.copy())
             try:
                 self._store.set(f"heartbeat/{self._rank}", json.dumps(asdict(self._mine)))
+            except ControlError:  # another launcher may hold it soon
+                return False
             except RuntimeError:
                 self._closed.set()  # the store is gone; the waiting thread reports it
+                return False
+            return True
 
     def _read(self) -> list[Heartbeat | None]:
         return [self._read_one(f"heartbeat/{rank}") for rank in range(len(self._names))]

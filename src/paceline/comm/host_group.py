@@ -21,6 +21,7 @@ from paceline.comm.shared_memory import (
 )
 from paceline.comm.shared_memory.control_segment import SMALL_BYTES
 from paceline.comm.shared_memory.transfers import check_rows, check_sum, check_tensor, flatten
+from paceline.comm.threads import call_weakly
 from paceline.comm.torch_group import TorchGroup
 from paceline.errors import CommunicationError, MismatchError, PeerTimeoutError
 from paceline.programs.base import Algorithm
@@ -88,7 +89,7 @@ class HostGroup(Group):
             self._leaders = ProgramGroup(links, self._algorithm, is_tuned=self._is_tuned)
             self._parts = [self._neighbours, self._leaders, links, self._small, self._everyone]
         self._verdict: Verdict | None = None
-        self._board = HeartbeatBoard(dist.PrefixStore("board", store), rank, self.names, self._end_by)
+        self._board = HeartbeatBoard(dist.PrefixStore("board", store), rank, self.names, call_weakly(self._end_by))
         self._sequence = 0
         self._channel = Channel("paceline-hosts", on_wait=self._board.wait_in, waiters_run=True)
         self._duplicates: list[Group] = []

@@ -5,12 +5,14 @@ import time
 import uuid
 import warnings
 from datetime import timedelta
+from pathlib import Path
 from typing import Literal, get_args
 
 import torch
 import torch.distributed as dist
 
 from paceline.comm.control import ControlAccess, ControlStore, store_of_epoch
+from paceline.comm.control.connection import DEFAULT_PATIENCE_S
 from paceline.comm.group import Group, joined_group, note_joined
 from paceline.comm.host_group import HostGroup
 from paceline.comm.local_group import LocalGroup
@@ -122,8 +124,15 @@ def _open(chosen: torch.device, timeout_s: float, transport: Transport) -> Group
         raise CommunicationError(f"rank {rank} could not join the {size} workers at {address}: {error}") from error
 
 
-def open_store(timeout_s: float = DEFAULT_TIMEOUT_S) -> dist.Store:
+def open_store(
+    timeout_s: float = DEFAULT_TIMEOUT_S, *, patience_s: float = 0.0, access_file: Path | None = None
+) -> dist.Store:
     """Return the store by which the workers of this start find each other: their launcher's, or torchrun's.
+
+    Args:
+        timeout_s: Longest time to wait for keys.
+        patience_s: Time for which the launcher may be gone, until another one takes its place.
+        access_file: File of the launcher's access, which another one writes again; None if none comes.
 
     Raises:
         RuntimeError: The store cannot be reached.
@@ -131,7 +140,8 @@ def open_store(timeout_s: float = DEFAULT_TIMEOUT_S) -> dist.Store:
     access = ControlAccess.from_environment(os.environ)
     # Where a worker of ours starts torchrun, its workers inherit the access to a launcher that is not theirs.
     if access is not None and (access.host, str(access.port)) == (os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]):
-        return ControlStore(access, timeout_s=timeout_s)
+        patience_s = max(patience_s, DEFAULT_PATIENCE_S)
+        return ControlStore(access, timeout_s=timeout_s, patience_s=patience_s, access_file=access_file)
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     store: dist.Store = next(iter(dist.rendezvous("env://", rank, size, timeout=timedelta(seconds=timeout_s))))[0]
     return store

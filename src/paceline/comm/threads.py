@@ -9,8 +9,9 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
+T = TypeVar("T")
 EXIT_TIMEOUT_S = 5.0
 """Longest time that the end of the process waits for threads, such as one that waits for a peer that is gone."""
 
@@ -44,3 +45,14 @@ def end_threads() -> None:
     deadline_s = time.monotonic() + EXIT_TIMEOUT_S
     for thread, _ in running:
         thread.join(max(0.0, deadline_s - time.monotonic()))
+
+
+def call_weakly(method: Callable[[T], None]) -> Callable[[T], None]:
+    """Return a function that calls a bound method while its object lives, without keeping that alive."""
+    reference = weakref.WeakMethod(method)
+
+    def call(argument: T) -> None:
+        if (alive := reference()) is not None:
+            alive(argument)
+
+    return call

@@ -21,6 +21,7 @@ from paceline.comm.hang_watch import Verdict
 from paceline.comm.heartbeat import HeartbeatBoard
 from paceline.comm.heartbeat_record import MESSAGE
 from paceline.comm.pacing import SLICE_BYTES, find_limit
+from paceline.comm.threads import call_weakly
 from paceline.comm.watchdog import Watchdog
 from paceline.errors import CommunicationError, MismatchError, PacelineError, PeerTimeoutError, SettingsError
 
@@ -75,7 +76,7 @@ class TorchGroup(Group):
         backend_timeout = timedelta(seconds=timeout_s + 60)
         self._backend: Any = _make_backend(dist.PrefixStore("backend", store), rank, size, device, backend_timeout)
         self._verdict: Verdict | None = None
-        self._board = HeartbeatBoard(dist.PrefixStore("board", store), rank, self.names, self._end_by)
+        self._board = HeartbeatBoard(dist.PrefixStore("board", store), rank, self.names, call_weakly(self._end_by))
         self._watchdog: Watchdog | None = None
         if device.type != "cpu":
             self._watchdog = Watchdog(timeout_s, self._board.describe_others, self._backend.abort)

@@ -1,6 +1,6 @@
 """The positions of the global order that were handed out, and those that were used."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -88,6 +88,22 @@ class Ledger:
         self.done_above = sorted([*self.done_above, interval])
         while self.done_above and self.done_above[0].start <= self._dropped.get(self.low_water, self.low_water):
             self.low_water = max(self._dropped.pop(self.low_water, 0), self.done_above.pop(0).stop)
+
+    @classmethod
+    def of_used(cls, position: int, used: Iterable[Sequence[int]]) -> "Ledger":
+        """Return the ledger of samples that were used: those before a position, and sorted ranges."""
+        above = []
+        for start, stop in used:
+            if start <= position:
+                position = max(position, stop)
+            else:
+                above.append(Interval(start, stop))
+        return cls(position, above)
+
+    def list_gaps(self) -> list[Interval]:
+        """Return positions that are not used, and are followed by used ones."""
+        starts = [self.low_water, *(done.stop for done in self.done_above)]
+        return [Interval(start, done.start) for start, done in zip(starts, self.done_above, strict=False)]
 
     def state_dict(self) -> dict[str, object]:
         """Return the state for a checkpoint, as JSON."""

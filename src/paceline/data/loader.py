@@ -268,14 +268,13 @@ class Loader(StepPlan):
         while not self._ending.is_reached(self.position):
             if membership.save_every is not None:
                 next_step = (self.step // membership.save_every + 1) * membership.save_every
-            end = self._ending.step
-            boundary = self._batches.position_of(next_step if end is None else min(next_step, end))
+            boundary = self._batches.position_of(min(next_step, self._ending.step or next_step))
             dispatcher.set_boundary(min(boundary, self._ending.position or boundary))
             next_step = FAR
             yield from self._iterate()
             if dispatcher.lost:
                 raise CommunicationError(dispatcher.lost)
-            self.move_to(self._group.gather_documents(self.position, name="position")[0])
+            self.set_used([(0, self._group.gather_documents(self.position, name="position")[0])])
             membership.boundary_step = self.step
             membership.is_stopping |= dispatcher.is_stopping
             self.in_hand = None

@@ -1,6 +1,6 @@
 """Plan of a loader's steps: the samples of each, as far as batches and shares are known."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -210,9 +210,10 @@ class StepPlan:
         """Record that positions from `claim_next` were used."""
         self._ledger.ack(Interval(start, stop))
 
-    def move_to(self, position: int) -> None:
-        """Record that all samples before `position` were used, on any worker."""
-        self._ledger = Ledger(position)
+    def set_used(self, used: Iterable[Sequence[int]]) -> list[Interval]:
+        """Record that ranges of positions were used, on any workers; return those before the last that were not."""
+        self._ledger = Ledger.of_used(self.position, used)
+        return self._ledger.list_gaps()
 
     def set_progress(self, num_steps: Mapping[int, int]) -> None:
         """Record the number of steps that each of some workers has done at its own pace; see `find_progress`."""

@@ -18,17 +18,26 @@ _KINDS = {kind.__name__: kind for kind in get_args(Fact)}
 
 
 class Journal:
-    """Open journal of a new coordinator, one JSON line a fact; the first line holds the coordinator's settings.
+    """Open journal of a coordinator, one JSON line a fact; the first line holds the coordinator's settings.
+
+    It is a new file in any case: who still has the one before open, and was replaced, writes nothing into this one.
+
+    Args:
+        path: File of the journal.
+        settings: Settings of a new coordinator; None to go on with the journal that is there.
 
     Raises:
         StorageError: The file cannot be written.
     """
 
-    def __init__(self, path: Path, settings: MembershipSettings) -> None:
+    def __init__(self, path: Path, settings: MembershipSettings | None) -> None:
         self._path = path
         with storing(path):
-            self._file = path.open("w", encoding="utf-8")
-        self._append(asdict(settings))
+            lines = json.dumps(asdict(settings)) + "\n" if settings is not None else _read_whole_lines(path)
+            new = path.with_name(f".{path.name}.new")
+            self._file = new.open("w", encoding="utf-8")
+            self._write(lines)
+            new.replace(path)
 
     def append(self, fact: Fact) -> None:
         """Write a fact, and return once it is on disk.
@@ -36,13 +45,14 @@ class Journal:
         Raises:
             StorageError: The journal cannot be written.
         """
-        self._append({"unix_s": round(time.time(), 3), "fact": type(fact).__name__, **asdict(fact)})
-
-    def _append(self, document: dict[str, object]) -> None:
+        document = {"unix_s": round(time.time(), 3), "fact": type(fact).__name__, **asdict(fact)}
         with storing(self._path):
-            self._file.write(json.dumps(document) + "\n")
-            self._file.flush()
-            os.fsync(self._file.fileno())
+            self._write(json.dumps(document) + "\n")
+
+    def _write(self, lines: str) -> None:
+        self._file.write(lines)
+        self._file.flush()
+        os.fsync(self._file.fileno())
 
     def __enter__(self) -> Self:
         return self
@@ -58,7 +68,7 @@ def read_journal(path: Path) -> Coordinator | None:
     """
     if not path.exists():
         return None
-    *lines, _ = path.read_text(encoding="utf-8").split("\n")
+    lines = _read_whole_lines(path).splitlines()
     if not lines:
         return None
     coordinator = Coordinator(MembershipSettings(**json.loads(lines[0])))
@@ -68,3 +78,8 @@ def read_journal(path: Path) -> Coordinator | None:
         del document["unix_s"]
         coordinator.handle(_KINDS[document.pop("fact")](**document))
     return coordinator
+
+
+def _read_whole_lines(path: Path) -> str:
+    lines, end, _ = path.read_text(encoding="utf-8").rpartition("\n")
+    return lines + end

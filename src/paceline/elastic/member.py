@@ -4,18 +4,19 @@ A worker says how it is in one document, `Status`, which it writes again wheneve
 second: what is lost or doubled on the way does no harm. Views lie in the store by epoch.
 """
 
+import contextlib
 import json
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from threading import Event, RLock
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch.distributed import PrefixStore, Store
 
-from paceline.comm.control import store_of_epoch
+from paceline.comm.control import ControlError, store_of_epoch
 from paceline.comm.group import Group, note_joined
 from paceline.comm.join import Transport, open_group
 from paceline.comm.local_group import LocalGroup
@@ -24,6 +25,7 @@ from paceline.comm.threads import start_thread
 from paceline.elastic.facts import View
 from paceline.errors import CommunicationError, PacelineError
 
+T = TypeVar("T")
 BEAT_INTERVAL_S = 0.25
 POLL_S = 0.005
 
@@ -123,14 +125,28 @@ class StoreMember(Member):
             not hold up what this worker says.
         name: Name of the worker.
         obstacle: Reason why workers of this run cannot go on in another group; empty if they can.
+        connect_group: Function that opens the connection for groups; by default `connect`.
+        is_abandoned: Function that says whether the launcher is gone, and nobody took its place in time.
+        absence_s: Time for which the launcher may be gone.
     """
 
-    def __init__(self, connect: Callable[[], Store], name: str, *, obstacle: str = "") -> None:
+    def __init__(
+        self,
+        connect: Callable[[], Store],
+        name: str,
+        *,
+        obstacle: str = "",
+        connect_group: Callable[[], Store] | None = None,
+        is_abandoned: Callable[[], bool] = lambda: False,
+        absence_s: float = 0.0,
+    ) -> None:
         self.name = name
         self._store: Store = PrefixStore("control", connect())
-        self._group_store = connect()
+        self._group_store = (connect_group or connect)()
+        self._is_abandoned, self._absence_s = is_abandoned, absence_s
         self._status = Status(obstacle=obstacle)
-        self._is_pending = False
+        self._changing = -1
+        """Epoch of the last announced change; a number, since a beat may still tell of the one before."""
         self._is_leaving = False
         self._lock = RLock()
         self._closed = Event()
@@ -151,7 +167,7 @@ class StoreMember(Member):
         self._is_leaving = True  # the next beat says it
 
     def next_view(self, timeout_s: float) -> View:
-        """Look for it again and again, for as long as the launcher's store answers."""
+        """Look for it again and again, for as long as the launcher's store answers, or another one may come."""
         if self._status.epoch < 0:
             self._say(phase="ready")
         answered_s = time.monotonic()
@@ -160,7 +176,7 @@ class StoreMember(Member):
                 view = self._look_for_view()
                 answered_s = time.monotonic()
             except RuntimeError as error:
-                if time.monotonic() - answered_s > timeout_s:
+                if self._is_abandoned() or time.monotonic() - answered_s > max(timeout_s, self._absence_s):
                     raise CommunicationError(f"the launcher of worker {self.name} does not answer: {error}") from error
                 view = None
             if view is not None:
@@ -181,15 +197,15 @@ class StoreMember(Member):
 
     def change_is_pending(self) -> bool:
         """Return what the last beat found."""
-        return self._is_pending
+        return self._changing == self._status.epoch
 
     def open_group(self, view: View, device: torch.device, timeout_s: float, transport: Transport) -> Group:
         """Open it once all are there: gloo could not be called off if one of them died before."""
-        self._store.set(f"entered/{view.epoch}/{view.rank}", "")
+        self._insist(lambda: self._store.set(f"entered/{view.epoch}/{view.rank}", ""))
         keys = [f"entered/{view.epoch}/{rank}" for rank in range(view.size)]
         deadline_s = time.monotonic() + timeout_s
-        while not self._store.check(keys):
-            change = self._read("change")
+        while not self._insist(lambda: self._store.check(keys)):
+            change = self._insist(lambda: self._read("change"))
             if change is not None and change["epoch"] == view.epoch and change["is_broken"]:
                 raise CommunicationError(f"a worker of epoch {view.epoch} was lost before all had come")
             if time.monotonic() > deadline_s:
@@ -203,6 +219,16 @@ class StoreMember(Member):
         note_joined(group)
         self._say(phase="training", step=view.step)
         return group
+
+    def _insist(self, ask: Callable[[], T]) -> T:
+        """Return what the store answers; while it does not, another launcher may come and hold it."""
+        began_s = time.monotonic()
+        while True:
+            try:
+                return ask()
+            except ControlError:
+                if self._is_abandoned() or time.monotonic() - began_s > self._absence_s:
+                    raise
 
     def _open(self, view: View, device: torch.device, timeout_s: float, transport: Transport) -> Group:
         if view.size == 1:
@@ -225,7 +251,6 @@ class StoreMember(Member):
     def _enter(self, document: dict[str, Any]) -> View:
         names, previous = document.pop("names"), document.pop("previous")
         view = View(**document | {"rank": names.index(self.name)}, names=tuple(names), previous=tuple(previous))
-        self._is_pending = False
         self._say(phase="opening", epoch=view.epoch, step=view.step, is_whole=True, reason="", accused=())
         return view
 
@@ -245,9 +270,14 @@ class StoreMember(Member):
             place = f"is in phase {position.phase} of step {position.step}" if position.phase else ""
             still_s, late_s, waits = time.monotonic() - position.since_s, self._lateness.late_s, bool(PROGRESS.waits)
             said = replace(now, still_s=still_s, late_s=late_s, place=place, step_phase=position.phase, waits=waits)
-            self._store.set(f"status/{self.name}", json.dumps(asdict(said)))
-            if replace(now, beat=before.beat) != before or now.beat == 1:
-                self._store.add("mail", 1)
+            with contextlib.suppress(ControlError):  # the next beat says it
+                self._store.set(f"status/{self.name}", json.dumps(asdict(said)))
+                if replace(now, beat=before.beat) != before or now.beat == 1:
+                    self._store.add("mail", 1)
+
+    def _look_for_change(self) -> None:
+        if (change := self._read("change")) is not None:
+            self._changing = change["epoch"]
 
     def _keep_beating(self) -> None:
         began_s = time.monotonic()
@@ -256,7 +286,8 @@ class StoreMember(Member):
             began_s = time.monotonic()
             try:
                 self._say()
-                change = self._read("change")
-                self._is_pending = change is not None and change["epoch"] == self._status.epoch
-            except RuntimeError:  # the launcher is gone, and this worker stops with a checkpoint
+                self._look_for_change()
+            except ControlError:  # another launcher may come
+                continue
+            except RuntimeError:
                 return

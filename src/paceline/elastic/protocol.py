@@ -67,6 +67,8 @@ class Worker:
     is_ready: bool = False
     is_leaving: bool = False
     """Whether the worker leaves at the next boundary."""
+    within_s: float | None = None
+    """Time that it was given to leave; None for any."""
     is_doomed: bool = False
     """Whether the worker is being killed; nothing that it says counts any more."""
     is_evicted: bool = False
@@ -101,7 +103,7 @@ class Coordinator:
         """Whether nothing more will be done."""
         self._last: GiveUp | Finished | None = None
         """The last action, which says how the run ended."""
-        self._is_stopping = False
+        self.is_stopping = False
         """Whether all workers were asked to stop, so that nobody is started or taken in."""
         self._is_ending = False
         """Whether a worker has done its work, so that the others are about to."""
@@ -164,7 +166,7 @@ class Coordinator:
             case Voted() if worker and fact.epoch == self.epoch and fact.name in self.members:
                 worker.vote = worker.vote or fact
             case LeaveAsked() if worker:
-                worker.is_leaving = True
+                worker.is_leaving, worker.within_s = True, fact.within_s
                 actions = self._dismiss([fact.name] if fact.name in self._list_idle() else [], "it was asked to leave")
             case Scaled():
                 self.target, self._num_stillborn = fact.target, 0
@@ -176,20 +178,18 @@ class Coordinator:
             case HostLost() if fact.host in self.places:
                 actions = self._lose_host(fact)
             case StopAsked():
-                self._is_stopping = True
+                self.is_stopping = True
         return actions + self._advance()
 
     def list_outstanding(self) -> list[Action]:
-        """Return the actions that may not have been done, of a coordinator that was made again; all may be repeated.
-
-        Workers that were to be started, and were not, are told of as dead.
-        """
+        """Return the actions that may not have been done, of a coordinator that was made again; all may be repeated."""
         if self.is_over:
             return [self._last] if self._last else []
         if self.is_restarting:
             return [RestartAll("the launcher was lost while it ended the workers")]
         actions: list[Action] = [
-            Kill(name, "it stood still") for name, worker in self.workers.items() if worker.is_doomed
+            Kill(name, "it stood still") if worker.is_doomed else StartWorker(name, worker.slot)
+            for name, worker in self.workers.items()
         ]
         if self.view:
             actions.append(Announce(self.view))
@@ -268,7 +268,7 @@ class Coordinator:
         self.workers, self.view, self.is_restarting, self._is_ending = {}, None, False, False
         self._num_stillborn = 0  # restarts have a limit of their own
         self._begin_epoch()
-        if self._count_failure(fact.step) or self._is_stopping:
+        if self._count_failure(fact.step) or self.is_stopping:
             return self._end(
                 GiveUp(f"gave up after {self.settings.max_restarts} restarts without progress: {fact.reason}")
             )
@@ -293,7 +293,7 @@ class Coordinator:
         """Return what follows from the present state."""
         if self.is_over or self.is_restarting:
             return []
-        if not self.workers and (self._is_ending or self._is_stopping):
+        if not self.workers and (self._is_ending or self.is_stopping):
             return self._end(Finished())
         actions: list[Action] = []
         joiners = self._list_joiners()
@@ -301,7 +301,7 @@ class Coordinator:
             if len(joiners) >= self.target:
                 here_first = sorted(joiners[: self.target], key=lambda name: bool(host_of(name)))
                 actions = self._announce(here_first, -1, "all workers are here")
-        elif self.is_broken or self._is_asked:
+        elif self.is_broken or self._is_asked or self._have_stopped():
             if len(self._list_votes()) == len(self.members) and (self.members or not self._is_ending):
                 actions = self._close_epoch(joiners)
         elif self._wants_change(joiners):
@@ -309,8 +309,12 @@ class Coordinator:
             actions = [AskForBoundary(self.epoch)]
         return actions if self.is_restarting else actions + self._start_missing()
 
+    def _have_stopped(self) -> bool:
+        """Return whether all workers wait at a boundary, asked or not: nobody else could let them go on."""
+        return bool(self.members) and len(self._list_votes()) == len(self.members)
+
     def _wants_change(self, joiners: list[str]) -> bool:
-        if self._is_stopping or self._is_ending or self.obstacle:
+        if self.is_stopping or self._is_ending or self.obstacle:
             return False
         num_leaving = sum(self.workers[name].is_leaving for name in self.members)
         can_leave = bool(joiners) or num_leaving < len(self.members)
@@ -344,7 +348,7 @@ class Coordinator:
         staying = [name for name in self.members if name != first and not self.workers[name].is_leaving]
         size = self.target + self.workers[first].is_leaving  # it gives its state to others first
         names = [first, *staying][:size]
-        names += joiners[: size - len(names)] if not self._is_stopping else []
+        names += joiners[: size - len(names)] if not self.is_stopping else []
         return self._announce(names, best, reason)
 
     def _announce(self, names: list[str], step: int, reason: str) -> list[Action]:
@@ -366,7 +370,7 @@ class Coordinator:
 
     def _start_missing(self) -> list[Action]:
         """Start as many workers as are missing, or end those that nobody needs."""
-        if self._is_stopping or self._is_ending or (self.obstacle and self.view is not None):
+        if self.is_stopping or self._is_ending or (self.obstacle and self.view is not None):
             return []
         if self._num_stillborn > self.settings.max_restarts:
             return []

@@ -28,9 +28,18 @@ class RequestBox:
         most_workers: Largest number of workers that the run can have.
         why_most: Reason for that number.
         notice_s: Time for a worker to leave if the request names none; None for any time.
+        keeps_older: Whether to read requests to the launcher before, too.
     """
 
-    def __init__(self, directory: Path, most_workers: int, why_most: str, *, notice_s: float | None = None) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        most_workers: int,
+        why_most: str,
+        *,
+        notice_s: float | None = None,
+        keeps_older: bool = False,
+    ) -> None:
         self._notice_s = notice_s
         self._folder = directory / "requests"
         self._most_workers, self._why_most = most_workers, why_most
@@ -38,7 +47,7 @@ class RequestBox:
             self._folder.mkdir(exist_ok=True)
         self._untouchable: set[str] = set()
         """Names of what was refused, but could not be removed."""
-        for file in self._folder.iterdir():  # of a launcher that was killed
+        for file in [] if keeps_older else self._folder.iterdir():  # of a launcher that was killed
             with contextlib.suppress(OSError):  # what stays is refused in `read`
                 file.unlink()
 

@@ -3,7 +3,7 @@
 import json
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from itertools import starmap
 
@@ -32,34 +32,12 @@ from paceline.elastic.facts import (
     host_of,
 )
 from paceline.elastic.journal import Journal
-from paceline.elastic.member import BEAT_INTERVAL_S, Lateness, Status
+from paceline.elastic.member import Status
 from paceline.elastic.protocol import Coordinator
+from paceline.elastic.watch import BUSY_S, IDLE_S, Patience, Watch
 
-_IDLE_S, _BUSY_S, _LOOK_S = 0.05, 0.005, 0.5
-"""Longest times between two looks at the mail while nothing happens, at the mail while workers change, and at beats."""
-_MOST_STRETCH = 10.0
-"""Largest factor by which times without a beat are stretched on a starved machine."""
-_START_FACTOR = 5
-"""Factor of the longest standstill before the first step, where models are built and data are fetched."""
-
-
-@dataclass(frozen=True)
-class Patience:
-    """Longest times that the supervisor waits for a worker before it kills it.
-
-    Those without a beat are longer where this process itself, or the other workers, are late: the machine is starved.
-    """
-
-    silence_s: float = 10.0
-    """Time without a beat, while other workers beat: it is stopped, or a call keeps its interpreter locked."""
-    vote_s: float = 2.0
-    """Time without a beat, where the others wait for its vote."""
-    stuck_s: float = 300.0
-    """Time without a vote, where the others wait for it, though it beats."""
-    standstill_s: float = 60.0
-    """Time without progress of any worker after which people are told, first, where each is; nobody is killed."""
-    stop_s: float = 15.0
-    """Time without progress of a worker that was asked to stop and waits for nobody, or twice its longest phase."""
+_LOOK_S = 0.5
+"""Longest time between two looks at beats."""
 
 
 class Workforce(ABC):
@@ -67,7 +45,7 @@ class Workforce(ABC):
 
     @abstractmethod
     def start(self, name: str, slot: int, epoch: int) -> None:
-        """Start a process. What it logs before it is taken in belongs to `epoch`."""
+        """Start a process, unless one of this name is known. What it logs before it is taken in belongs to `epoch`."""
 
     @abstractmethod
     def kill(self, name: str) -> None:
@@ -76,6 +54,9 @@ class Workforce(ABC):
     @abstractmethod
     def wait(self, timeout_s: float) -> list[tuple[str, End, str]]:
         """Wait until a process has ended; return the names of those that have, and how, also in words."""
+
+    def forget(self, name: str) -> None:
+        """Forget a process that has ended, since that was written down."""
 
     def locate(self, name: str) -> str:
         """Return process and line of code of a worker in words; empty if they cannot be seen from here."""
@@ -100,7 +81,7 @@ class Supervisor:
     """Runs workers until they have finished, or cannot be helped.
 
     Args:
-        coordinator: Coordinator, at its beginning.
+        coordinator: Coordinator, at its beginning, or made again from its journal.
         store: Store that the workers connect to.
         workforce: Processes of the workers.
         journal: Journal of the coordinator.
@@ -109,6 +90,7 @@ class Supervisor:
         tell_standstill: Function that is told, in words, where workers are that have all stood still for long.
         read_requests: Function that returns what people have asked for since it was called last.
         ask_to_stop: Function that asks all workers to stop with a checkpoint.
+        check_place: Function that raises an error where another supervisor has taken this one's place.
         notice_s: Time for a worker that asks to leave by itself; None for any time.
         patience: Times for which workers may stand still.
         clock: Clock of seconds.
@@ -126,6 +108,7 @@ class Supervisor:
         tell_standstill: Callable[[str], None] = lambda _: None,
         read_requests: Callable[[Coordinator], list[Fact]] = lambda _: [],
         ask_to_stop: Callable[[], None] = lambda: None,
+        check_place: Callable[[], None] = lambda: None,
         notice_s: float | None = None,
         patience: Patience | None = None,
         clock: Callable[[], float] = time.monotonic,
@@ -137,21 +120,16 @@ class Supervisor:
         self._journal = journal
         self._ask_to_stop, self._notice_s = ask_to_stop, notice_s
         self._judge, self._tell_restart, self._read_requests = judge, tell_restart, read_requests
-        self._tell_standstill = tell_standstill
-        self._clock = clock
-        self._patience = patience or Patience()
+        self._check_place, self._clock = check_place, clock
+        self._watch = Watch(
+            coordinator, lambda name: workforce.locate(name), tell_standstill, patience or Patience(), clock
+        )
         self._num_mails = 0
-        self._beats: dict[str, tuple[int, float]] = {}
-        """Number of the last beat of each worker, and the time at which it was seen."""
-        self._said: dict[str, Status] = {}
-        """Newest status of each worker."""
-        self._standstill_s = self._patience.standstill_s
         self._broken_s: float | None = None
         """Time at which the present epoch was found broken."""
         self._leave_by: dict[str, tuple[float, float]] = {}
         """Time by which each worker must have left, and half-way to it."""
         self._looked_s = clock()
-        self._lateness = Lateness()
         self.gave_up = ""
         """Reason why nothing is started any more; empty if the workers have finished, or a verdict is final."""
         self.has_verdict = False
@@ -164,21 +142,25 @@ class Supervisor:
         """Whether this process was asked to stop; it may be set in a signal handler."""
         self._stop_asked_s: float | None = None
         """Time at which the coordinator was told that all are to stop."""
-        self._longest_s: dict[str, float] = {}
-        """Time of the longest phase of each worker, of those that ended."""
-        self._free_s: dict[str, float] = {}
-        """Time since which each worker could have stopped, of those that waited for others or saved after that."""
         self.killed_at_stop: dict[str, str] = {}
         """Reasons why workers were killed after all were asked to stop, by name."""
 
-    def run(self) -> None:
-        """Run until nothing is left to do."""
-        self._do(self.coordinator.begin())
+    def run(self, *, takes_over: bool = False) -> None:
+        """Run until nothing is left to do.
+
+        Args:
+            takes_over: Whether to go on for a supervisor that was lost, from whose journal the coordinator was made.
+        """
+        if takes_over:
+            self._take_over()
+        else:
+            self._do(self.coordinator.begin())
         while not self.coordinator.is_over:
+            self._check_place()
             is_busy = self._broken_s is not None or self.coordinator.is_asked or self.coordinator.view is None
-            began_s, wait_s = self._clock(), _BUSY_S if is_busy else _IDLE_S
+            began_s, wait_s = self._clock(), BUSY_S if is_busy else IDLE_S
             self._ended += starmap(Died, self._workforce.wait(wait_s))
-            self._lateness.note(self._clock() - began_s - wait_s)
+            self._watch.lateness.note(self._clock() - began_s - wait_s)
             while self._ended:
                 self._feed(self._ended.pop(0))
             if self.is_stopping and self._stop_asked_s is None:
@@ -186,16 +168,38 @@ class Supervisor:
             for fact in self._read_requests(self.coordinator):
                 self._feed(fact)
             self._read_mail()
-            self._watch()
-            self._watch_stop()
+            for silent in self._watch.find_silent(self._broken_s):
+                self._feed(silent)
+            if self._stop_asked_s is not None:
+                for silent in self._watch.find_unstopped(self._stop_asked_s):
+                    self._feed(silent)
             self._watch_leavers()
+
+    def _take_over(self) -> None:
+        """Do again what may not have been done, and let times for leaving and stopping begin anew."""
+        coordinator, now_s = self.coordinator, self._clock()
+        for name, worker in coordinator.workers.items():
+            self._watch.begin(name)
+            if worker.is_leaving and worker.within_s is not None:
+                self._leave_by[name] = (now_s + worker.within_s, now_s + worker.within_s / 2)
+        if coordinator.is_stopping:
+            self.is_stopping, self._stop_asked_s = True, now_s
+            self._ask_to_stop()
+        self._do(coordinator.list_outstanding())
+        if coordinator.view is not None and coordinator.is_broken:
+            self._broken_s = now_s
+            self._announce_change(is_broken=True)
+        elif coordinator.view is not None:
+            self._feed(Ready(coordinator.view.names[0]))  # somebody may be about to leave
 
     def _feed(self, fact: Fact) -> None:
         if self.coordinator.is_over:
             return
+        self._check_place()
         self._journal.append(fact)
         if isinstance(fact, Died):
-            self._beats.pop(fact.name, None)
+            self._watch.forget(fact.name)
+            self._workforce.forget(fact.name)
         self._note_killed(fact)
         if isinstance(fact, StopAsked):
             self._stop_asked_s = self._clock()
@@ -232,7 +236,7 @@ class Supervisor:
             match action:
                 case StartWorker(name=name, slot=slot):
                     self._workforce.start(name, slot, self.coordinator.epoch + 1)
-                    self._beats[name] = (-1, self._clock())
+                    self._watch.begin(name)
                 case Kill(name=name):
                     self._workforce.kill(name)
                 case Announce(view=view):
@@ -257,7 +261,8 @@ class Supervisor:
         for died in (*self._ended, *starmap(Died, self._workforce.wait(0.0))):
             self._note_killed(died)
         self._workforce.end_all()
-        self._beats, self._broken_s = {}, None
+        self._watch.forget_all()
+        self._broken_s = None
         verdict = self._judge(coordinator.epoch if coordinator.view else coordinator.epoch + 1)
         self._ended, self.killed = [], {}
         if verdict.is_final:
@@ -275,19 +280,16 @@ class Supervisor:
         """Read what workers say, if one of them says something new, or it is time to look for their beats."""
         now_s = self._clock()
         num_mails = self._store.add("mail", 0)
-        is_time = now_s - self._looked_s >= (_LOOK_S if self._broken_s is None else _BUSY_S)
+        is_time = now_s - self._looked_s >= (_LOOK_S if self._broken_s is None else BUSY_S)
         if num_mails == self._num_mails and not is_time:
             return
         if now_s - self._looked_s > 2 * _LOOK_S:  # this process itself stood still
-            self._beats = {name: (beat, now_s) for name, (beat, _) in self._beats.items()}
+            self._watch.bear_silence(now_s)
         self._num_mails, self._looked_s = num_mails, now_s
         for name in list(self.coordinator.workers):
             if self._store.check([f"status/{name}"]):
                 status = Status(**json.loads(self._store.get(f"status/{name}")))
-                if status.beat > self._beats.get(name, (-1, 0.0))[0]:
-                    if (before := self._said.get(name)) and status.still_s < before.still_s:
-                        self._longest_s[name] = max(self._longest_s.get(name, 0.0), before.still_s)
-                    self._beats[name], self._said[name] = (status.beat, now_s), status
+                if self._watch.note(name, status, now_s):
                     self._take(name, status)
 
     def _take(self, name: str, status: Status) -> None:
@@ -302,82 +304,6 @@ class Supervisor:
         if status.phase in ("lost", "boundary") and status.epoch == self.coordinator.epoch and worker.vote is None:
             lost = (status.reason or "it lost its peers") if status.phase == "lost" else ""
             self._feed(Voted(name, status.epoch, status.step, status.is_whole, lost, tuple(status.accused)))
-
-    def _watch(self) -> None:
-        """Find workers that stand still."""
-        now_s, patience = self._clock(), self._patience
-        silent = {name: now_s - seen_s for name, (beat, seen_s) in self._beats.items() if beat >= 0}
-        newest_s = min(silent.values(), default=0.0)
-        self._watch_all(silent)
-        for name, worker in list(self.coordinator.workers.items()):
-            silent_s = silent.get(name)
-            if worker.is_doomed or silent_s is None:
-                continue
-            stretch = self._find_stretch(name, silent)
-            if silent_s > stretch * patience.silence_s and newest_s < patience.silence_s / 2:
-                self._feed(Silent(name, f"{name} stands still: no sign of life for {silent_s:.1f} s"))
-            elif self._broken_s is not None and name in self.coordinator.members and worker.vote is None:
-                waited_s = now_s - self._broken_s
-                if verdict := self._find_verdict(name):
-                    self._feed(Silent(name, f"{name} hangs: {verdict}"))
-                elif min(silent_s, waited_s) > stretch * patience.vote_s:
-                    self._feed(Silent(name, f"{name} stands still: no sign of life for {silent_s:.1f} s"))
-                elif waited_s > patience.stuck_s:
-                    self._feed(Silent(name, f"{name} did not notice within {waited_s:.0f} s that others were lost"))
-
-    def _find_verdict(self, name: str) -> str:
-        """Return what another worker says of one that hangs by its verdict, and has not voted; empty if nobody does."""
-        workers = self.coordinator.workers
-        votes = [vote for member in self.coordinator.members if (vote := workers[member].vote)]
-        return next((vote.lost for vote in votes if name in vote.accused), "")
-
-    def _find_stretch(self, name: str, silent: Mapping[str, float]) -> float:
-        """Return the factor of times for a worker's silence: what is late here, or in all others, may be late in it.
-
-        Args:
-            name: Name of the worker.
-            silent: Time since the last beat of each worker.
-        """
-        others = [self._said[other].late_s for other in silent if other != name and other in self._said]
-        beats_late = min(others, default=0.0) / BEAT_INTERVAL_S
-        return min(1.0 + max(beats_late, self._lateness.late_s / _IDLE_S), _MOST_STRETCH)
-
-    def _watch_all(self, silent: Mapping[str, float]) -> None:
-        """Tell people if no worker gets on: each may wait for the others, so that none of them is judged.
-
-        They are told again after four times as long.
-
-        Args:
-            silent: Time since the last beat of each worker.
-        """
-        said = {name: self._said[name] for name in self.coordinator.members if name in self._said and name in silent}
-        still_s = min([status.still_s + silent[name] for name, status in said.items()], default=0.0)
-        limit_s = self._standstill_s * (_START_FACTOR if not all(status.place for status in said.values()) else 1)
-        if said and len(said) == len(self.coordinator.members) and still_s >= limit_s:
-            self._standstill_s *= 4
-            places = (
-                f"{name} {one.place or 'has not begun'}{self._workforce.locate(name)}" for name, one in said.items()
-            )
-            self._tell_standstill(f"no worker has made progress for {still_s:.0f} s: {'; '.join(places)}")
-
-    def _watch_stop(self) -> None:
-        """Kill workers that do not get on though all were asked to stop; who waits for others can, once they end."""
-        now_s, asked_s, patience = self._clock(), self._stop_asked_s, self._patience
-        if asked_s is None:
-            return
-        for name, worker in list(self.coordinator.workers.items()):
-            if worker.is_doomed or worker.vote is not None:
-                continue
-            said, silent_s = self._said.get(name, Status()), now_s - self._beats.get(name, (-1, asked_s))[1]
-            waits = said.waits or said.phase not in ("starting", "training")
-            if said.step_phase == "save" or (waits and silent_s < patience.silence_s):
-                self._free_s[name] = now_s
-                continue
-            still_s = min(said.still_s + silent_s, now_s - self._free_s.get(name, asked_s))
-            limit_s = max(patience.stop_s, 2 * self._longest_s.get(name, 0.0))
-            if still_s >= (patience.stuck_s if said.step_phase in ("evaluate", "loop") else limit_s):
-                place = (said.place or "has not begun") + self._workforce.locate(name)
-                self._feed(Silent(name, f"{name} {place}, and made no progress for {still_s:.0f} s after it was asked"))
 
     def _watch_leavers(self) -> None:
         """End workers whose time to leave is over; where no other one has the state, let it be saved in time."""

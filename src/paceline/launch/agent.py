@@ -36,7 +36,7 @@ from paceline.launch.agent_messages import (
 )
 from paceline.launch.exit_codes import ExitCode
 from paceline.launch.signals import StopRequest
-from paceline.launch.worker import load_run, work_for_agent
+from paceline.launch.worker import WorkerOptions, load_run, work_for_agent
 from paceline.launch.workforce import LocalWorkforce
 from paceline.training.run_file import RunFile
 
@@ -93,17 +93,27 @@ def serve_launcher(
     _check_device(num_workers)
     _prepare(invitation, directory)
     own_address = _find_own_address(access)
+    options = WorkerOptions(0, invitation.launcher_timeout_s, invitation.leaves_on_sigterm)
     tell(f"run: {invitation.name} at {access.address}; what workers here print: {directory / 'workers'}")
     with StopRequest() as stop:
         workforce = LocalWorkforce(
-            partial(work_for_agent, leaves_on_sigterm=invitation.leaves_on_sigterm),
+            partial(work_for_agent, options=options),
             directory,
             num_workers,
             access,
             address=own_address,
             stop_signal=signal.SIGINT if invitation.leaves_on_sigterm else signal.SIGTERM,
         )
-        service = _Service(store, workforce, Offer(name, num_workers), directory, stop, notice_s, tell)
+        service = _Service(
+            store,
+            workforce,
+            Offer(name, num_workers),
+            directory,
+            stop,
+            notice_s,
+            tell,
+            launcher_timeout_s=invitation.launcher_timeout_s,
+        )
         try:
             return service.run()
         except ControlError as error:
@@ -187,9 +197,12 @@ class _Service:
         stop: StopRequest,
         notice_s: float,
         tell: Callable[[str], None],
+        *,
+        launcher_timeout_s: float = 0.0,
     ) -> None:
         self._store, self._workforce, self._offer = store, workforce, offer
         self._stop, self._notice_s, self._tell = stop, notice_s, tell
+        self._launcher_timeout_s = launcher_timeout_s
         self._log = directory / "events.jsonl"
         self._read_bytes = self._log.stat().st_size  # what is there is of an earlier time
         self._started: set[str] = set()
@@ -200,33 +213,52 @@ class _Service:
         self._leave_by_s: float | None = None
 
     def run(self) -> ExitCode:
-        """Do what the launcher asks for until it asks for nothing more."""
-        stop, self._number = self._stop, self._store.add(NUM_AGENTS, 1)
+        """Do what the launcher asks for until it asks for nothing more; without one, wait a while for another."""
+        self._number = self._store.add(NUM_AGENTS, 1)
         self._say()
+        answered_s = time.monotonic()
         while True:
-            ended = self._workforce.wait(_POLL_S)
-            if stop.number and self._leave_by_s is None:
-                self._leave_by_s = time.monotonic() + self._notice_s
-                name = signal.Signals(stop.number).name
-                self._tell(f"{name}: the workers of this machine leave within {self._notice_s:g} s")
-                self._say(is_leaving=True)
             try:
-                demand = read(self._store, demand_key(self._number), Demand) or Demand()
-            except DocumentError as error:
-                return self._end(Demand(over=str(error), is_refused=True))
-            self._forward_log()
-            if ended:
-                self._say(ended=self._offer.ended | {name: (end, reason) for name, end, reason in ended})
-            if demand.over:
-                return self._end(demand)
-            self._obey(demand)
-            is_late = self._leave_by_s is not None and time.monotonic() > self._leave_by_s
-            if is_late and self._started <= set(self._offer.ended):  # the launcher has not said that they may go
-                return self._end(Demand(over="the time to leave is over"))
-            if is_late:
-                self._workforce.kill_all_running()
-            if time.monotonic() - self._said_s > _BEAT_S:
-                self._say()
+                code = self._get_on()
+            except ControlError:
+                if time.monotonic() - answered_s > self._launcher_timeout_s or self._is_late:
+                    raise
+                continue
+            if code is not None:
+                return code
+            answered_s = time.monotonic()
+
+    def _get_on(self) -> ExitCode | None:
+        """Do what the launcher asks for now, and return an exit code if that is all."""
+        ended, stop = self._workforce.wait(_POLL_S), self._stop
+        if ended:
+            self._change(ended=self._offer.ended | {name: (end, reason) for name, end, reason in ended})
+        if stop.number and self._leave_by_s is None:
+            self._leave_by_s = time.monotonic() + self._notice_s
+            name = signal.Signals(stop.number).name
+            self._tell(f"{name}: the workers of this machine leave within {self._notice_s:g} s")
+            self._say(is_leaving=True)
+        try:
+            demand = read(self._store, demand_key(self._number), Demand) or Demand()
+        except DocumentError as error:
+            return self._end(Demand(over=str(error), is_refused=True))
+        self._forward_log()
+        if ended:
+            self._say(ended=self._offer.ended)
+        if demand.over:
+            return self._end(demand)
+        self._obey(demand)
+        if self._is_late and self._started <= set(self._offer.ended):  # the launcher has not said that they may go
+            return self._end(Demand(over="the time to leave is over"))
+        if self._is_late:
+            self._workforce.kill_all_running()
+        if time.monotonic() - self._said_s > _BEAT_S:
+            self._say()
+        return None
+
+    @property
+    def _is_late(self) -> bool:
+        return self._leave_by_s is not None and time.monotonic() > self._leave_by_s
 
     def stop_workers(self) -> None:
         """Let workers stop with those elsewhere, which save a checkpoint, if they can; else kill them."""
@@ -288,16 +320,19 @@ class _Service:
             file.seek(self._read_bytes)
             while (end := (lines := file.read(_CHUNK_BYTES) + file.readline()).rfind(b"\n") + 1) > 0:
                 self._store.set(chunk_key(self._number, self._offer.num_chunks), lines[:end])
-                self._say(num_chunks=self._offer.num_chunks + 1)
                 self._read_bytes += end
+                self._say(num_chunks=self._offer.num_chunks + 1)
                 file.seek(self._read_bytes)
 
     def _say(self, **changes: object) -> None:
         self._said_s = time.monotonic()
-        self._offer = dataclasses.replace(self._offer, beat=self._offer.beat + 1, **changes)  # type: ignore[arg-type]
+        self._change(beat=self._offer.beat + 1, **changes)
         write(self._store, offer_key(self._number), self._offer)
         if changes or self._offer.beat == 1:
             self._store.add(MAIL, 1)
+
+    def _change(self, **changes: object) -> None:
+        self._offer = dataclasses.replace(self._offer, **changes)  # type: ignore[arg-type]
 
 
 def _find_own_address(access: ControlAccess) -> str:

@@ -47,6 +47,8 @@ class Invitation(_Document):
     versions: dict[str, str]
     leaves_on_sigterm: bool
     """Whether SIGTERM to one worker lets it leave, and does not stop all."""
+    launcher_timeout_s: float = 0.0
+    """Time for which workers train on without a launcher, until another one takes its place."""
 
 
 @dataclass(frozen=True)
@@ -70,6 +72,8 @@ class Offer(_Document):
 class Demand(_Document):
     """What the launcher wants of an agent."""
 
+    host: str = ""
+    """Name of its machine among the workers' names; empty until its workers are taken."""
     start: dict[str, tuple[int, int]] = field(default_factory=dict)
     """Slot and epoch of each worker that was ever wanted, by name."""
     kill: tuple[str, ...] = ()

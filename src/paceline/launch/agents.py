@@ -1,5 +1,7 @@
 """Workers on other machines, which their agents offer, beside those of this machine; the launcher's side."""
 
+import bisect
+import contextlib
 import dataclasses
 import signal
 import time
@@ -11,22 +13,7 @@ from paceline.data import Source
 from paceline.elastic.facts import End, Fact, HostLost, Offered, Withdrawn, host_of
 from paceline.elastic.protocol import Coordinator
 from paceline.elastic.supervisor import Workforce
-from paceline.launch.agent_messages import (
-    INVITATION,
-    MAIL,
-    NUM_AGENTS,
-    Demand,
-    DocumentError,
-    Invitation,
-    Offer,
-    chunk_key,
-    demand_key,
-    digest_code,
-    find_versions,
-    offer_key,
-    read,
-    write,
-)
+from paceline.launch import agent_messages as messages
 from paceline.launch.processes import GRACE_S
 from paceline.launch.worker import load_run
 from paceline.launch.workforce import LocalWorkforce
@@ -47,8 +34,8 @@ class _Agent:
         self.number = number
         self.host = ""
         """Name of its machine, once its workers are taken."""
-        self.offer: Offer | None = None
-        self.demand = Demand()
+        self.offer: messages.Offer | None = None
+        self.demand = messages.Demand()
         self.seen_s = now_s
         """Time of its last sign of life."""
         self.num_copied = 0
@@ -76,36 +63,74 @@ class SpreadWorkforce(Workforce):
         self._agents: list[_Agent] = []
         self._num_known = self._num_mails = 0
         self._looked_s = 0.0
+        self._orphans: list[str] = []
+        """Machines whose workers a launcher before had taken, and whose agents are gone."""
         self._ended: list[tuple[str, End, str]] = []
         self._signals: list[int] = []
 
-    def invite(self, directory: Path, *, leaves_on_sigterm: bool) -> None:
+    def take_over(self, coordinator: Coordinator) -> None:
+        """Make the processes that another launcher has left this one's, here and where agents are that it had taken."""
+        self._local.take_over(coordinator)
+        self._num_known = self._store.add(messages.NUM_AGENTS, 0)
+        for number in range(1, self._num_known + 1):
+            agent = _Agent(number, time.monotonic())
+            with contextlib.suppress(messages.DocumentError):  # the next look refuses it
+                agent.demand = (
+                    messages.read(self._store, messages.demand_key(number), messages.Demand) or messages.Demand()
+                )
+                agent.num_copied = self._find_copied(number)
+            if agent.demand.over:
+                continue
+            agent.host = agent.demand.host if agent.demand.host in coordinator.places else ""
+            agent.told = set(agent.demand.start) - set(coordinator.workers)
+            self._agents.append(agent)
+        here = {agent.host for agent in self._agents}
+        self._orphans = [host for host in coordinator.places if host not in here]
+
+    def _find_copied(self, number: int) -> int:
+        """Return how many pieces of an agent's log were copied: these are dropped, and those after them are not."""
+        offer = messages.read(self._store, messages.offer_key(number), messages.Offer)
+        pieces = range(offer.num_chunks if offer is not None else 0)
+        return bisect.bisect_left(
+            pieces, True, key=lambda piece: self._store.check([messages.chunk_key(number, piece)])
+        )
+
+    def forget(self, name: str) -> None:
+        """Forget one of this machine; agents need not be told."""
+        self._local.forget(name)
+
+    def invite(self, directory: Path, launcher_timeout_s: float, *, leaves_on_sigterm: bool) -> None:
         """Let agents offer workers to the run in a directory.
 
         Args:
             directory: Directory of the run.
+            launcher_timeout_s: Time for which workers train on without a launcher.
             leaves_on_sigterm: Whether SIGTERM to one worker lets it leave, and does not stop all.
         """
         file = RunFile.load(directory)
         train = load_run(file).open_data().train
         num_samples = len(train) if isinstance(train, Source) else -1
         document = file.model_dump(mode="json")
-        code = digest_code(file.recipe)
-        invitation = Invitation(directory.name, document, num_samples, code, find_versions(), leaves_on_sigterm)
-        write(self._store, INVITATION, invitation)
+        code = messages.digest_code(file.recipe)
+        invitation = messages.Invitation(
+            directory.name, document, num_samples, code, messages.find_versions(), leaves_on_sigterm, launcher_timeout_s
+        )
+        messages.write(self._store, messages.INVITATION, invitation)
 
     def read_facts(self, coordinator: Coordinator) -> list[Fact]:
         """Return what agents offer and withdraw, and which machines are lost, since the last call."""
         now_s = time.monotonic()
         self._hand_on_signals()
-        num_mails = self._store.add(MAIL, 0)
+        if self._orphans:
+            return [HostLost(self._orphans.pop(), "its agent was lost with the launcher before")]
+        num_mails = self._store.add(messages.MAIL, 0)
         if num_mails == self._num_mails and now_s - self._looked_s < _LOOK_S:
             return []
         if now_s - self._looked_s > 4 * _LOOK_S:  # this process itself stood still
             for agent in self._agents:
                 agent.seen_s = now_s
         self._num_mails, self._looked_s = num_mails, now_s
-        num_agents = self._store.add(NUM_AGENTS, 0)
+        num_agents = self._store.add(messages.NUM_AGENTS, 0)
         self._agents += [_Agent(number, now_s) for number in range(self._num_known + 1, num_agents + 1)]
         self._num_known = num_agents
         return [fact for agent in list(self._agents) for fact in self._read_agent(agent, coordinator, now_s)]
@@ -114,7 +139,8 @@ class SpreadWorkforce(Workforce):
         """Start it here, or ask its agent to."""
         agent = self._find(host_of(name))
         if agent is not None:
-            self._send(agent, start=agent.demand.start | {name: (slot, epoch)})
+            known = agent.demand.start
+            self._send(agent, start=known if name in known else known | {name: (slot, epoch)})
         elif host_of(name):
             self._ended.append((name, "killed", f"{name} was not started: its machine is gone"))
         else:
@@ -195,11 +221,11 @@ class SpreadWorkforce(Workforce):
     def _look_at(self, agent: _Agent, now_s: float) -> None:
         """Read what an agent says; what is none of this version's documents is its fault, and no error here."""
         try:
-            offer = read(self._store, offer_key(agent.number), Offer)
+            offer = messages.read(self._store, messages.offer_key(agent.number), messages.Offer)
             if offer is None or (agent.offer is not None and offer.beat == agent.offer.beat):
                 return
             self._copy_log(agent, offer)
-        except DocumentError as error:
+        except messages.DocumentError as error:
             agent.fault = str(error)
             return
         agent.offer, agent.seen_s = offer, now_s
@@ -208,11 +234,11 @@ class SpreadWorkforce(Workforce):
                 agent.told.add(name)
                 self._ended.append((name, end, reason))
 
-    def _copy_log(self, agent: _Agent, offer: Offer) -> None:
+    def _copy_log(self, agent: _Agent, offer: messages.Offer) -> None:
         for chunk in range(agent.num_copied, offer.num_chunks):
-            key = chunk_key(agent.number, chunk)
+            key = messages.chunk_key(agent.number, chunk)
             if not self._store.check([key]):  # to ask for it would wait
-                raise DocumentError(
+                raise messages.DocumentError(
                     f"an agent must have sent the {offer.num_chunks} pieces of the log that it names, but {key} is not "
                     "there; start it again"
                 )
@@ -220,7 +246,7 @@ class SpreadWorkforce(Workforce):
             self._store.delete_key(key)
             agent.num_copied = chunk + 1
 
-    def _judge(self, agent: _Agent, offer: Offer, coordinator: Coordinator) -> list[Fact]:
+    def _judge(self, agent: _Agent, offer: messages.Offer, coordinator: Coordinator) -> list[Fact]:
         """Take an agent's workers, or say why not."""
         if coordinator.view is None:  # it is not known yet whether workers may join
             return []
@@ -240,6 +266,7 @@ class SpreadWorkforce(Workforce):
         taken = {other.host for other in self._agents} | set(coordinator.places)
         names = [offer.host, *(f"{offer.host}-{number}" for number in range(2, len(taken) + 3))]
         agent.host = next(name for name in names if name not in taken)
+        self._send(agent, host=agent.host)
         return [Offered(agent.host, offer.num_workers)]
 
     def _drop(self, agent: _Agent, reason: str, *, is_refused: bool = False) -> list[Fact]:
@@ -261,4 +288,4 @@ class SpreadWorkforce(Workforce):
 
     def _send(self, agent: _Agent, **changes: object) -> None:
         agent.demand = dataclasses.replace(agent.demand, **changes)  # type: ignore[arg-type]
-        write(self._store, demand_key(agent.number), agent.demand)
+        messages.write(self._store, messages.demand_key(agent.number), agent.demand)

@@ -18,11 +18,14 @@ class Changes:
         listen: Address of this machine's interface, and port or 0, at which agents of other machines offer workers.
         notice_s: Time in which a worker that gets SIGTERM leaves, while the others go on; without it all stop.
         scaling: Policy by which the number of workers changes.
+        launcher_timeout_s: Time for which workers train on after the launcher was killed, for another one to take its
+            place; then they save and end.
     """
 
     listen: tuple[str, int] | None = None
     notice_s: float | None = None
     scaling: PolicySettings | None = None
+    launcher_timeout_s: float = 60.0
 
     def check(self, find_run: Callable[[], Run]) -> None:
         """Check that workers of a run may change, if they are to, and that address and policy are there.

@@ -1,57 +1,44 @@
 """Workers on this machine, replaced or started again when one is killed."""
 
-import re
+import os
 import signal
 import time
 import warnings
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack, closing
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import TypeAlias
 
 import torch
 
-import paceline.errors
-from paceline.comm.control import ControlAccess, ControlServer, ControlStore
-from paceline.elastic.facts import Fact
+from paceline.comm.control import ControlAccess, ControlServer, ControlStore, KeyValues, RequestLog
+from paceline.elastic.facts import Fact, HostLost
 from paceline.elastic.journal import JOURNAL, Journal
 from paceline.elastic.protocol import Coordinator, MembershipSettings
 from paceline.elastic.requests import RequestBox
-from paceline.elastic.supervisor import EndVerdict, Patience, Supervisor
-from paceline.errors import SettingsError, storing
+from paceline.elastic.supervisor import EndVerdict, Supervisor
+from paceline.elastic.watch import Patience
+from paceline.errors import SettingsError, StorageError, storing
 from paceline.launch.agents import SpreadWorkforce
 from paceline.launch.changes import Changes
-from paceline.launch.exit_codes import ExitCode, find_exit_code
-from paceline.launch.processes import ACCESS_FILE, Ended
+from paceline.launch.exit_codes import ExitCode
+from paceline.launch.launcher_watch import RECORD
+from paceline.launch.left_run import REQUESTS_FILE, LeftRun
+from paceline.launch.place import LauncherPlace, ReplacedError, end_replaced
+from paceline.launch.processes import ACCESS_FILE
 from paceline.launch.scaling import PolicyCaller
 from paceline.launch.signals import StopRequest, drop_lost_output
-from paceline.launch.worker import work_for_launcher
+from paceline.launch.verdict import Outcome, describe_killed, judge
+from paceline.launch.worker import WorkerOptions, work_for_launcher
 from paceline.launch.workforce import LocalWorkforce
-from paceline.monitor.events import Event, Failed, Preempted, Record, Restarted, RunFinished, StepFinished, Warned
+from paceline.monitor.events import Event, Failed, Restarted, Warned
 from paceline.monitor.live import LiveView
 from paceline.monitor.log import EventLog
 from paceline.monitor.reader import read_log, select
 from paceline.training.run_file import RunFile
 
-_LOST_PEERS = ("CommunicationError", "PeerTimeoutError")
-_SIZES = re.compile(r"op\.preamble\.length <= op\.nbytes\. (\d+) vs (\d+)")
-"""Words of gloo before it aborts a process."""
 _Reader: TypeAlias = Callable[[Coordinator], list[Fact]]
-_OPERATION = re.compile(r'distributed_c10d\.py", line \d+ in (\w+)')
-"""Operation of torch on the stack of a process that is aborted."""
-
-
-@dataclass(frozen=True)
-class _Outcome:
-    """How one start of all workers ended."""
-
-    code: ExitCode
-    reason: str = ""
-    last_step: int = -1
-    mismatch: str = ""
-    """Sentence on the operations of ranks, if torch ended one because another ran something else; empty if not."""
 
 
 def launch(
@@ -63,6 +50,7 @@ def launch(
     num_spares: int = 0,
     changes: Changes | None = None,
     view: LiveView | None = None,
+    left: LeftRun | None = None,
 ) -> ExitCode:
     """Train the run of `directory` with `num_processes` processes here, and show how it goes.
 
@@ -79,6 +67,8 @@ def launch(
         num_spares: Number of workers that are started in addition, and wait for one to be lost.
         changes: Ways in which workers change besides.
         view: View of the run.
+        left: Workers that a launcher has left, and that train on: they are taken over, with the numbers above as they
+            were begun.
 
     Raises:
         SettingsError: There is no such address to listen at, or no such policy.
@@ -87,11 +77,7 @@ def launch(
     changes = changes or Changes()
     check_min_workers(min_workers, num_processes)
     log_path = directory / "events.jsonl"
-    with storing(directory / "workers"):
-        (directory / "workers").mkdir(exist_ok=True)
-        for pattern in (ACCESS_FILE, f".{ACCESS_FILE}.*", "w*.pid"):  # of a launcher that was killed
-            for left in (directory / "workers").glob(pattern):
-                left.unlink(missing_ok=True)
+    place = _take_place(directory, left)
     with (view or LiveView()).following(log_path), StopRequest() as stop:
         settings = MembershipSettings(
             num_processes,
@@ -100,7 +86,9 @@ def launch(
             max_restarts=max_restarts,
             first_epoch=max((record.epoch for record in read_log(log_path)), default=-1) + 1,
         )
-        with ControlServer(*(changes.listen or ())) as server:
+        if left is not None:
+            settings = _take_settings(settings, left, directory)
+        with _open_server(directory, left, changes, settings.first_epoch) as server:
             server.access.save(directory / "workers" / ACCESS_FILE)
             if num_spares and min_workers == num_processes:
                 warned = Warned(
@@ -112,11 +100,61 @@ def launch(
                 token_file = directory / "workers" / ACCESS_FILE
                 print(f"agents: paceline agent {server.access.address} --token_file {token_file}", flush=True)
             try:
-                code = _supervise(directory, settings, stop, server.access, changes)
+                code = _supervise(directory, settings, stop, server.access, changes, place, left)
             finally:
                 (directory / "workers" / ACCESS_FILE).unlink(missing_ok=True)
+                place.release()
     drop_lost_output()
     return code
+
+
+def _take_place(directory: Path, left: LeftRun | None) -> LauncherPlace:
+    """Return the place of the launcher, and clear what one that was killed has left, unless its workers live."""
+    folder = directory / "workers"
+    with storing(folder):
+        folder.mkdir(exist_ok=True)
+        of_processes = ("w*.pid", f"*{RECORD}", f".*{RECORD}.*")
+        for pattern in (ACCESS_FILE, f".{ACCESS_FILE}.*", REQUESTS_FILE, f".{REQUESTS_FILE}.*", *of_processes):
+            for file in folder.glob(pattern) if left is None else ():
+                file.unlink(missing_ok=True)
+    return LauncherPlace(folder)
+
+
+def _take_settings(given: MembershipSettings, left: LeftRun, directory: Path) -> MembershipSettings:
+    """Return the settings of a run that is taken over, and tell people so."""
+    begun = left.coordinator.settings
+    workers = ", ".join(left.coordinator.workers)
+    words = f"process {os.getpid()} takes the place of a launcher that was lost; workers: {workers}"
+    for name, option in (("min_workers", "min_workers"), ("num_spares", "spares"), ("max_restarts", "max-restarts")):
+        if (before := getattr(begun, name)) != (now := getattr(given, name)):
+            words += f"; kept as begun: --{option} {before}, though {now} was given"
+    _tell(directory, directory / "events.jsonl", max(left.coordinator.epoch, begun.first_epoch), Warned(message=words))
+    return begun
+
+
+@contextmanager
+def _open_server(directory: Path, left: LeftRun | None, changes: Changes, epoch: int) -> Iterator[ControlServer]:
+    """Open the control server of a run, if it can at the address that workers know, and log its requests."""
+
+    def tell_lost(words: str) -> None:
+        with suppress(StorageError):
+            _tell(directory, directory / "events.jsonl", epoch, Warned(message=words))
+
+    key_values = left.key_values if left is not None else KeyValues()
+    with closing(RequestLog(directory / "workers" / REQUESTS_FILE, key_values, tell_lost=tell_lost)):
+        if left is None:
+            server = ControlServer(*(changes.listen or ()), key_values=key_values)
+        else:
+            token, (host, port) = left.access.token, changes.listen or (left.access.host, 0)
+            port = port or (left.access.port if host == left.access.host else 0)
+            try:
+                server = ControlServer(host, port, token=token, key_values=key_values)
+            except SettingsError:
+                if changes.listen is not None:  # agents know no other one
+                    raise
+                server = ControlServer(host, token=token, key_values=key_values)
+        with server:
+            yield server
 
 
 def check_min_workers(min_workers: int | None, num_workers: int) -> None:
@@ -129,16 +167,23 @@ def check_min_workers(min_workers: int | None, num_workers: int) -> None:
 
 
 def _supervise(
-    directory: Path, settings: MembershipSettings, stop: StopRequest, access: ControlAccess, changes: Changes
+    directory: Path,
+    settings: MembershipSettings,
+    stop: StopRequest,
+    access: ControlAccess,
+    changes: Changes,
+    place: LauncherPlace,
+    left: LeftRun | None,
 ) -> ExitCode:
     log_path, store = directory / "events.jsonl", ControlStore(access)
-    local = _open_workforce(directory, settings.target, access, changes)
-    outcomes: list[_Outcome] = []
+    local = _open_workforce(directory, settings.target, access, changes, place.number)
+    coordinator = Coordinator(settings) if left is None else left.coordinator
+    outcomes: list[Outcome] = []
 
-    def judge(epoch: int) -> EndVerdict:
+    def find_verdict(epoch: int) -> EndVerdict:
         records = [record for record in read_log(log_path) if record.epoch >= epoch]
         killed = list(supervisor.killed.values())
-        outcomes.append(outcome := _judge(records, local.ended, stop.number != 0, directory / "workers", killed))
+        outcomes.append(outcome := judge(records, local.ended, stop.number != 0, directory / "workers", killed))
         local.begin_again()
         if outcome.mismatch:
             failed = Failed(error="MismatchError", message=outcome.mismatch, traceback="")
@@ -149,18 +194,22 @@ def _supervise(
     def tell_standstill(words: str) -> None:
         _tell(directory, log_path, supervisor.coordinator.epoch, Warned(message=words))
 
-    with closing(store), Journal(directory / JOURNAL, settings) as journal, ExitStack() as stack:
-        workforce, readers = _open_ways(directory, settings, store, local, changes, stop, stack)
+    journal = Journal(directory / JOURNAL, settings if left is None else None)
+    with closing(store), journal, ExitStack() as stack:
+        workforce, readers = _open_ways(directory, settings, store, local, changes, stop, stack, left)
+        if changes.listen is None:
+            _lose_hosts(coordinator, journal)
         supervisor = Supervisor(
-            Coordinator(settings),
+            coordinator,
             store,
             workforce,
             journal,
-            judge=judge,
+            judge=find_verdict,
             tell_restart=partial(_tell_restart, directory, log_path),
             tell_standstill=tell_standstill,
             read_requests=lambda coordinator: [fact for read in readers for fact in read(coordinator)],
             ask_to_stop=lambda: workforce.signal(signal.SIGTERM),
+            check_place=place.check,
             notice_s=changes.notice_s,
             patience=Patience(standstill_s=RunFile.load(directory).run.get("hang_timeout_s") or Patience.standstill_s),
         )
@@ -173,7 +222,9 @@ def _supervise(
         if stop.number:
             stop_all(stop.number)
         try:
-            supervisor.run()
+            supervisor.run(takes_over=left is not None)
+        except ReplacedError as error:
+            end_replaced(error)
         except Exception:  # a bug here, or a disk that is full, costs no more than the death of this process
             try:
                 workforce.end_all()  # what was trained is saved first
@@ -185,7 +236,7 @@ def _supervise(
             local.kill_all()
     epoch = supervisor.coordinator.epoch
     if supervisor.killed_at_stop:
-        words = _describe_killed(supervisor.killed_at_stop, read_log(log_path), settings.first_epoch)
+        words = describe_killed(supervisor.killed_at_stop, read_log(log_path), settings.first_epoch)
         _tell(directory, log_path, epoch, Warned(message=words))
     if supervisor.gave_up:
         failed = Failed(error="CommunicationError", message=supervisor.gave_up, traceback="")
@@ -194,20 +245,23 @@ def _supervise(
     if outcomes and supervisor.has_verdict:
         return ExitCode.FAILED if outcomes[-1].mismatch else outcomes[-1].code
     records = [record for record in read_log(log_path) if record.epoch >= epoch]
-    return _judge(records, local.ended, stop.number != 0, directory / "workers").code
+    return judge(records, local.ended, stop.number != 0, directory / "workers").code
 
 
-def _describe_killed(killed: dict[str, str], records: list[Record], first_epoch: int) -> str:
-    """Return who was killed after all were asked to stop, and whether the others saved a checkpoint, in words."""
-    saved = select([record for record in records if record.epoch >= first_epoch], Preempted)
-    end = f"the others saved {saved[-1].event.checkpoint}" if saved else "no checkpoint was written for the stop"
-    return f"{', '.join(killed)} did not stop as asked, and had to be killed; {end}; {'; '.join(killed.values())}"
+def _lose_hosts(coordinator: Coordinator, journal: Journal) -> None:
+    """Count other machines of a run that was taken over as lost; what follows is outstanding then."""
+    for host in [*coordinator.places]:
+        journal.append(lost := HostLost(host, "the launcher listens to other machines no longer"))
+        coordinator.handle(lost)
 
 
-def _open_workforce(directory: Path, size: int, access: ControlAccess, changes: Changes) -> LocalWorkforce:
+def _open_workforce(
+    directory: Path, size: int, access: ControlAccess, changes: Changes, launcher: int
+) -> LocalWorkforce:
     leaves_on_sigterm = changes.notice_s is not None
+    options = WorkerOptions(launcher, changes.launcher_timeout_s, leaves_on_sigterm)
     return LocalWorkforce(
-        partial(work_for_launcher, leaves_on_sigterm=leaves_on_sigterm),
+        partial(work_for_launcher, options=options),
         directory,
         size,
         access,
@@ -224,10 +278,15 @@ def _open_ways(
     changes: Changes,
     stop: StopRequest,
     stack: ExitStack,
+    left: LeftRun | None,
 ) -> tuple[LocalWorkforce | SpreadWorkforce, list[_Reader]]:
-    """Return all workers' processes, here and elsewhere, and functions that read which changes are asked for."""
+    """Return all workers' processes, here and elsewhere, and functions that read which changes are asked for.
+
+    Processes of a run that is taken over are among them.
+    """
     log_path, most = directory / "events.jsonl", _find_most_workers(directory, settings.target)
-    readers: list[_Reader] = [RequestBox(directory, *most, notice_s=changes.notice_s).read]
+    box = RequestBox(directory, *most, notice_s=changes.notice_s, keeps_older=left is not None)
+    readers: list[_Reader] = [box.read]
     workforce: LocalWorkforce | SpreadWorkforce = local
 
     def warn(message: str) -> None:
@@ -236,11 +295,13 @@ def _open_ways(
     if changes.listen is not None:
         log = stack.enter_context(EventLog(log_path, run=directory.name, rank=-1, epoch=settings.first_epoch))
         workforce = spread = SpreadWorkforce(local, store, log, *most)
-        spread.invite(directory, leaves_on_sigterm=changes.notice_s is not None)
+        spread.invite(directory, changes.launcher_timeout_s, leaves_on_sigterm=changes.notice_s is not None)
         stack.callback(lambda: spread.close(f"the launcher has ended: {_describe_end(stop)}"))
         readers.append(spread.read_facts)
     if changes.scaling is not None:
         readers.append(PolicyCaller(changes.scaling, log_path, most[0], warn).read_facts)
+    if left is not None:
+        workforce.take_over(left.coordinator)
     return workforce, readers
 
 
@@ -257,56 +318,6 @@ def _find_most_workers(directory: Path, num_processes: int) -> tuple[int, str]:
     if num_virtual := run.get("num_virtual_workers"):
         return num_virtual, "the virtual workers of the run"
     return run["global_batch"], "the samples of a global batch"
-
-
-def _judge(records: list[Record], ended: Ended, signalled: bool, output: Path, killed: Sequence[str] = ()) -> _Outcome:
-    last_step = max((record.step for record in select(records, StepFinished)), default=-1)
-    failures = select(records, Failed)
-    if select(records, Preempted):
-        return _Outcome(ExitCode.PREEMPTED)
-    final = [failure.event for failure in failures if failure.event.error not in _LOST_PEERS]
-    if final:
-        return _Outcome(find_exit_code(getattr(paceline.errors, final[0].error, Exception)))
-    if select(records, RunFinished):
-        return _Outcome(ExitCode.FINISHED)
-    if signalled:  # before the first step there was nothing to save
-        return _Outcome(ExitCode.FAILED if last_step >= 0 else ExitCode.PREEMPTED)
-    reason = "; ".join(dict.fromkeys(killed)) or _find_cause(failures, ended)
-    return _Outcome(ExitCode.PEERS_LOST, reason, last_step, _find_mismatch(failures, ended, output))
-
-
-def _find_cause(failures: list[Record[Failed]], ended: Ended) -> str:
-    """Return who ended without an error message or, if nobody did, what the first rank to notice says of the others."""
-    told = (ExitCode.PEERS_LOST, ExitCode.PREEMPTED)
-    odd = {rank: code for rank, code in ended.failures.items() if code not in told}
-    if odd:
-        return "; ".join(_describe_exit(rank, code) for rank, code in odd.items())
-    # Who ran out of time has looked where everybody is; to others, it is then the one that is gone.
-    reports = sorted(failures, key=lambda failure: failure.event.error != paceline.errors.PeerTimeoutError.__name__)
-    if not reports:
-        return "the workers ended without an error message"
-    return f"rank {reports[0].rank}: {reports[0].event.message}"
-
-
-def _find_mismatch(failures: list[Record[Failed]], ended: Ended, output: Path) -> str:
-    """Return what ranks ran, if gloo aborted one that got a message of another size; empty if it did not."""
-    for rank in (rank for rank, code in ended.failures.items() if code == -signal.SIGABRT):
-        said = (output / f"rank{rank}.err").read_text(errors="replace").rpartition("---- started again")[2]
-        if sizes := _SIZES.search(said):
-            operation = _OPERATION.search(said)
-            others = "".join(f"; rank {each.rank}: {each.event.message}" for each in failures)
-            return (
-                f"ranks must run the same operations, but rank {rank}, in {operation[1] if operation else 'one'}, got "
-                f"{sizes[1]} bytes where it expected {sizes[2]}{others}; let every rank run the same modules; the "
-                f"stack is in {output / f'rank{rank}.err'}"
-            )
-    return ""
-
-
-def _describe_exit(rank: int, code: int) -> str:
-    if code < 0:
-        return f"rank {rank} was killed by {signal.Signals(-code).name}"
-    return f"rank {rank} exited with code {code}"
 
 
 def _tell_restart(directory: Path, log_path: Path, epoch: int, reason: str) -> None:

@@ -6,10 +6,11 @@ import os
 import signal
 import sys
 import threading
-import time
 import traceback
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,8 @@ from paceline.comm.stacks import register_stacks
 from paceline.elastic import Evicted, Member, StoreMember
 from paceline.errors import PacelineError, SettingsError, storing
 from paceline.launch.exit_codes import ExitCode, find_exit_code, leave
+from paceline.launch.launcher_watch import LauncherWatch
+from paceline.launch.processes import ACCESS_FILE
 from paceline.monitor.events import Warned
 from paceline.monitor.log import EventLog
 from paceline.recipes import find_recipe
@@ -111,7 +114,22 @@ def _take_part(
     return train(run, directory, world.subgroup(range(num_workers), "workers"), log, recipe=recipe, world=world)
 
 
-def work_for_launcher(directory: Path, attempt: int, name: str, *, leaves_on_sigterm: bool = False) -> None:
+@dataclass(frozen=True)
+class WorkerOptions:
+    """Options of a worker that a launcher gives.
+
+    Args:
+        launcher: Number of the launcher.
+        launcher_timeout_s: Time for which the worker trains on without a launcher, before it saves and ends.
+        leaves_on_sigterm: Whether SIGTERM to this worker lets it leave, and does not stop all.
+    """
+
+    launcher: int = 0
+    launcher_timeout_s: float = 0.0
+    leaves_on_sigterm: bool = False
+
+
+def work_for_launcher(directory: Path, attempt: int, name: str, *, options: WorkerOptions) -> None:
     """Be a worker that a local launcher started; where the run is not finished, end the process with the code for that.
 
     The launcher reads in the log that it was preempted.
@@ -120,25 +138,31 @@ def work_for_launcher(directory: Path, attempt: int, name: str, *, leaves_on_sig
         directory: Directory of the run.
         attempt: Epoch of the log, until the worker is taken in.
         name: Name of the worker.
-        leaves_on_sigterm: Whether SIGTERM to this worker lets it leave, and does not stop all.
+        options: Options of the worker.
     """
-    number = signal.SIGINT if leaves_on_sigterm else signal.SIGTERM
-    threading.Thread(target=_leave_with_launcher, args=(number,), daemon=True).start()
-    code = _join_and_work(directory, attempt, name, leaves_on_sigterm)
+    number, timeout_s = signal.SIGINT if options.leaves_on_sigterm else signal.SIGTERM, options.launcher_timeout_s
+    watch = LauncherWatch(directory / "workers", name, options.launcher, timeout_s=timeout_s, signal_number=number)
+    code = ExitCode.PEERS_LOST
+    if watch.begin():
+        code = _join_and_work(directory, attempt, name, options, watch.is_abandoned)
+    watch.end(code)
     if code is not ExitCode.FINISHED:
         leave(code)
 
 
-def work_for_agent(directory: Path, attempt: int, name: str, *, leaves_on_sigterm: bool = False) -> None:
+def work_for_agent(directory: Path, attempt: int, name: str, *, options: WorkerOptions) -> None:
     """Be a worker that the agent of another machine started; it ends at once with the agent."""
     threading.Thread(target=_end_with_agent, daemon=True).start()
-    code = _join_and_work(directory, attempt, name, leaves_on_sigterm)
+    code = _join_and_work(directory, attempt, name, options, lambda: False)
     if code is not ExitCode.FINISHED:
         leave(code)
 
 
-def _join_and_work(directory: Path, attempt: int, name: str, leaves_on_sigterm: bool) -> ExitCode:
-    rank = int(os.environ["RANK"])
+def _join_and_work(
+    directory: Path, attempt: int, name: str, options: WorkerOptions, is_abandoned: Callable[[], bool]
+) -> ExitCode:
+    rank, absence_s = int(os.environ["RANK"]), options.launcher_timeout_s
+    connect = partial(open_store, access_file=directory / "workers" / ACCESS_FILE)
     try:
         file = RunFile.load(directory)
         offload = file.run.get("memory", {}).get("offload")
@@ -147,9 +171,16 @@ def _join_and_work(directory: Path, attempt: int, name: str, leaves_on_sigterm: 
         # What is exchanged is where the parameters are.
         device = torch.device("cpu") if offload == "parameters" else default_device()
         obstacle = can_reform(load_run(file)) if device.type == "cpu" else "going on from memory is for CPUs only yet"
-        member = StoreMember(open_store, name, obstacle=obstacle)
+        member = StoreMember(
+            connect,
+            name,
+            obstacle=obstacle,
+            connect_group=partial(connect, patience_s=absence_s),
+            is_abandoned=is_abandoned,
+            absence_s=absence_s,
+        )
         if not obstacle:
-            if leaves_on_sigterm:
+            if options.leaves_on_sigterm:
                 leave_on_sigterm(member.leave)
             return work(directory, file, LocalGroup(device=device), attempt, rank=rank, member=member)
         timeout_s = file.run.get("timeout_s", DEFAULT_TIMEOUT_S)
@@ -177,16 +208,6 @@ def _end_with_agent() -> None:
     agent.join()
     print("paceline: the agent that started this worker is gone, so the worker ends", file=sys.stderr, flush=True)
     os._exit(ExitCode.PEERS_LOST)
-
-
-def _leave_with_launcher(number: int) -> None:
-    """Ask this worker to stop, with a checkpoint, when its launcher is killed: nobody would start it again."""
-    launcher = multiprocessing.parent_process()
-    assert launcher is not None
-    launcher.join()
-    while True:  # also after the run, where it would wait for the launcher to notice that
-        os.kill(os.getpid(), number)
-        time.sleep(1)
 
 
 def _count_threads() -> int:

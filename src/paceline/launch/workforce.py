@@ -13,10 +13,13 @@ from typing import Any
 
 from paceline.comm.control import ControlAccess
 from paceline.comm.stacks import ask_for_line
-from paceline.elastic.facts import End
+from paceline.elastic.facts import End, host_of
+from paceline.elastic.protocol import Coordinator
 from paceline.elastic.supervisor import Workforce
 from paceline.launch.exit_codes import ExitCode
 from paceline.launch.forking import START_METHOD, prepare_to_fork
+from paceline.launch.launcher_watch import RECORD
+from paceline.launch.left_run import LeftProcess
 from paceline.launch.processes import GRACE_S, Ended, make_environment, prepare_rank
 
 _ENDS: dict[int, End] = {
@@ -56,13 +59,15 @@ class LocalWorkforce(Workforce):
         self._function, self._directory = function, directory
         self._size, self._access, self._address = size, access, address
         self._stop_signal = stop_signal
-        self._running: dict[str, BaseProcess] = {}
+        self._running: dict[str, BaseProcess | LeftProcess] = {}
         self._slots: dict[str, int] = {}
         self.ended = Ended()
         """Ends of processes of the present start of all, by slot, but for those that were replaced."""
 
     def start(self, name: str, slot: int, epoch: int) -> None:
-        """Fork it, and write its process number to ``NAME.pid`` for people."""
+        """Fork it, unless it was taken over, and write its process number to ``NAME.pid`` for people."""
+        if name in self._running:
+            return
         output = self._directory / "workers"
         environment = make_environment(slot, self._size, self._access, self._address)
         arguments = (environment, output, self._function, (self._directory, epoch, name))
@@ -73,6 +78,19 @@ class LocalWorkforce(Workforce):
             (output / f"{name}.pid").write_text(f"{process.pid}\n")
         self.ended.exit_codes.pop(slot, None)
         self.ended.ended_here.discard(slot)
+
+    def take_over(self, coordinator: Coordinator) -> None:
+        """Make the processes that another launcher has left this one's, if they exist or have said anything."""
+        output = self._directory / "workers"
+        for name, worker in coordinator.workers.items():
+            record = output / f"{name}{RECORD}"
+            if not host_of(name) and (worker.is_ready or record.exists()):
+                self._slots[name] = worker.slot
+                self._running[name] = LeftProcess(record, output / f"rank{worker.slot}.err")
+
+    def forget(self, name: str) -> None:
+        """Remove what it has written down of itself."""
+        (self._directory / "workers" / f"{name}{RECORD}").unlink(missing_ok=True)
 
     def kill(self, name: str) -> None:
         """Send it SIGKILL."""
@@ -92,7 +110,7 @@ class LocalWorkforce(Workforce):
         ended = [(name, process.exitcode) for name, process in self._running.items() if process.exitcode is not None]
         found = []
         for name, code in ended:
-            del self._running[name]
+            self._running.pop(name).close()
             (self._directory / "workers" / f"{name}.pid").unlink(missing_ok=True)
             self.ended.exit_codes[self._slots[name]] = code
             found.append((name, _ENDS.get(code, "killed"), _describe(name, code)))

@@ -37,6 +37,7 @@ class StorageTracker(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self._device = device
         self._known: dict[int, tuple[Category, int]] = {}
+        self._references: dict[int, weakref.ref[UntypedStorage]] = {}
         self._now: dict[Category, int] = dict.fromkeys(CATEGORIES, 0)
         self._now_bytes = self.peak_bytes = 0
         self.peak_activation_bytes = 0
@@ -115,7 +116,7 @@ class StorageTracker(TorchDispatchMode):
         key = storage._cdata
         if key not in self._known:
             self._known[key] = "parameters", 0
-            weakref.finalize(storage, self._forget, key).atexit = False
+            self._watch(storage, key)
         category, before = self._known[key]
         self._known[key] = category, self._round(num_bytes)
         self._now[category] += self._known[key][1] - before
@@ -143,7 +144,7 @@ class StorageTracker(TorchDispatchMode):
         known = self._known.get(key)
         if known is None:
             num_bytes = self._round(storage.nbytes() if num_bytes is None else num_bytes)
-            weakref.finalize(storage, self._forget, key).atexit = False
+            self._watch(storage, key)
         elif is_certain and known[0] != category:
             self._now[known[0]] -= known[1]
             num_bytes = known[1]
@@ -154,7 +155,18 @@ class StorageTracker(TorchDispatchMode):
         self._now[category] += num_bytes
         self._now_bytes += num_bytes
 
+    def _watch(self, storage: UntypedStorage, key: int) -> None:
+        """Forget a storage when it goes. No storage may hold the tracker: those of models outlive it."""
+        this = weakref.ref(self)
+
+        def forget(_: object) -> None:
+            if (tracker := this()) is not None:
+                tracker._forget(key)
+
+        self._references[key] = weakref.ref(storage, forget)
+
     def _forget(self, key: int) -> None:
+        del self._references[key]
         category, num_bytes = self._known.pop(key)
         self._now[category] -= num_bytes
         self._now_bytes -= num_bytes

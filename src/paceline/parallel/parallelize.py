@@ -193,10 +193,15 @@ def _split_checked(module: nn.Module, mesh: Mesh, plan: TensorPlan, runs: Runs) 
     return tensor_split
 
 
+def try_plan(module: nn.Module, patterns: Mapping[str, str] | None, size: int, sample: Any) -> TensorPlan:
+    """Return the tensor plan that this rank finds for a whole model; see `find_plan`."""
+    with restored(module), undisturbed(module), without_constants(module):
+        return find_plan(module, patterns, size, sample)
+
+
 def _agree_on_plan(module: nn.Module, patterns: Mapping[str, str] | None, sample: Any, mesh: Mesh) -> TensorPlan:
     """Return rank 0's plan, since ranks with other devices may round otherwise where they try plans."""
-    with restored(module), undisturbed(module), without_constants(module):
-        plan = find_plan(module, patterns, mesh.size("tensor"), sample)
+    plan = try_plan(module, patterns, mesh.size("tensor"), sample)
     mine = [dict(plan.styles), {name: dict(seen) for name, seen in plan.attributes.items()}]
     styles, attributes = mesh.world.gather_documents(mine, name="tensor plan")[0]
     return TensorPlan(styles, attributes, plan.patterns)

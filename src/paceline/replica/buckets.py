@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ BucketLayout = list[list[str]]
 """Parameter names by bucket, in launch order. Sums over three ranks or more depend on it, so checkpoints hold it."""
 
 
+_CACHE_LINE_BYTES = 64
 FIRST_BUCKET_BYTES = 2**20
 """Size of the first bucket: smaller, so that a slow network starts early in the backward pass."""
 
@@ -154,9 +156,9 @@ class Bucket:
 def make_buckets(parameters: Mapping[str, nn.Parameter], layout: BucketLayout, group: Group) -> list[Bucket]:
     """Return buckets of the given `layout`; the group allocates their buffers, so that it need not copy them."""
     buckets = []
-    for index, names in enumerate(layout):
+    buffers = _allocate(parameters, layout, group)
+    for index, (names, buffer) in enumerate(zip(layout, buffers, strict=True)):
         sizes = [local(parameters[name]).numel() for name in names]
-        buffer = group.allocate(sum(sizes) + len(names), parameters[names[0]].dtype)
         chunks = buffer[: sum(sizes)].split(sizes)
         # Gradients take the strides of their parameter, otherwise every optimizer step would have to reorder them.
         views = {name: _view_as(chunk, local(parameters[name])) for name, chunk in zip(names, chunks, strict=True)}
@@ -167,6 +169,24 @@ def make_buckets(parameters: Mapping[str, nn.Parameter], layout: BucketLayout, g
             bucket.slots.append(Slot(name, parameters[name], view, gradient, bucket, sent))
         buckets.append(bucket)
     return buckets
+
+
+def _allocate(parameters: Mapping[str, nn.Parameter], layout: BucketLayout, group: Group) -> list[Tensor]:
+    """Return a buffer for each bucket's gradients and flags.
+
+    Buffers of a dtype are parts of one allocation, on which all ranks must agree each time; each begins a cache line.
+    """
+    sizes = [sum(local(parameters[name]).numel() for name in names) + len(names) for names in layout]
+    dtypes = [parameters[names[0]].dtype for names in layout]
+    buffers: list[Tensor] = [torch.empty(0)] * len(layout)
+    for dtype in dict.fromkeys(dtypes):
+        line = _CACHE_LINE_BYTES // dtype.itemsize
+        places = [place for place, other in enumerate(dtypes) if other == dtype]
+        starts = [0, *accumulate(-(-sizes[place] // line) * line for place in places)]
+        whole = group.allocate(starts[-1], dtype)
+        for place, start in zip(places, starts, strict=False):
+            buffers[place] = whole[start : start + sizes[place]]
+    return buffers
 
 
 class BucketLauncher:
@@ -218,6 +238,7 @@ class BucketLauncher:
         for bucket in self.buckets:
             bucket.slots.clear()
         self.buckets = []
+        self._launch = _launch_no_more
 
     def _make_hook(self, slot: Slot) -> Callable[[Tensor], None]:
         def hook(_: Tensor) -> None:
@@ -266,3 +287,7 @@ def _is_dense(parameter: Tensor) -> bool:
             return False
         expected *= size
     return True
+
+
+def _launch_no_more(bucket: Bucket) -> Work:
+    raise AssertionError(f"bucket {bucket.index} must be launched before its launcher is closed")

@@ -26,7 +26,7 @@ from paceline.replica.step_scalars import StopVotes
 from paceline.sync.every_step import EveryStep
 from paceline.sync.idle import find_idleness
 from paceline.sync.rule import Rule
-from paceline.sync.synchroniser import Abandoned, Delays, HandedOver, LocalStep, Synchroniser
+from paceline.sync.synchroniser import Abandoned, Delays, HandedOver, LocalStep, ServedProgress, Synchroniser
 
 _LEAST_UPDATES = 10
 """Number of updates from which on a rule that never acted is warned of: fewer are a trial."""
@@ -174,8 +174,8 @@ class WorkerState:
         self.is_torn = is_half_reduced or (has_begun and outcome is Abandoned.TORN)
         if self.is_exchange_due:
             return  # samples and statistics of that step count
-        if has_begun and not self.is_torn:
-            self._end_exchange()
+        if has_begun and not self.is_torn and outcome is not Abandoned.OPEN:
+            self.end_exchange()
             return
         if self._stop_votes is not None:
             self._stop_votes.roll_back()
@@ -193,9 +193,9 @@ class WorkerState:
         group.all_reduce(total, name="weight of the exchange").wait()
         if self._synchroniser is not None:
             self._synchroniser.after_update(LocalStep(self.num_updates, weight, float(total)))
-        self._end_exchange()
+        self.end_exchange()
 
-    def _end_exchange(self) -> None:
+    def end_exchange(self) -> None:
         """Count the update whose exchange has been made or left out."""
         is_synced = self._synchroniser is None or self._synchroniser.is_sync_step(self.num_updates)
         if self._stop_votes is not None and is_synced:
@@ -235,6 +235,16 @@ class WorkerState:
         sync.load_state([], {})
         if self._stop_votes is not None:
             self._stop_votes.weight_since_sync = 0.0
+
+    def part(self) -> None:
+        """Give each other what is not to be lost with a worker that leaves now; all call it."""
+        if self._synchroniser is not None:
+            self._synchroniser.part()
+
+    @property
+    def progress(self) -> ServedProgress | None:
+        """What servers had applied when workers changed; None if each worker knows by itself."""
+        return self._synchroniser.progress if self._synchroniser is not None else None
 
     @property
     def steps_alone(self) -> bool:

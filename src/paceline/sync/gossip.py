@@ -41,8 +41,8 @@ class GossipRule(Rule):
 
     @property
     def survives_loss(self) -> bool:
-        """Always true: survivors keep their own models, and mix them on the graph of those that are left."""
-        return True
+        """Whether workers step together: then each keeps its own model, on a graph of those that are left."""
+        return not self.is_asynchronous
 
     def fit_workers(self, num_workers: int) -> Self:
         """Return the rule with a ring, if its own graph does not exist for that number of workers."""

@@ -52,8 +52,8 @@ class PeriodicRule(Rule):
 
     @property
     def survives_loss(self) -> bool:
-        """Always true: survivors keep their own parameters, and what all have in common is on each of them."""
-        return True
+        """Whether workers step together: then each keeps its own parameters, and what all have in common."""
+        return not self.is_asynchronous
 
     def reduce_ranks(self, group: Group, step: int) -> Sequence[int]:
         """Return this worker alone, which steps by its own gradient."""

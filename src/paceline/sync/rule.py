@@ -6,9 +6,9 @@ does everything else with parameters or servers.
 """
 
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
 from torch import Size
 
@@ -116,6 +116,14 @@ class Rule(Family):
     def survives_loss(self) -> bool:
         """Whether workers can go on from memory when others are lost; else all restart from the newest checkpoint."""
         return False
+
+    def find_missing(self, held: Sequence[Mapping[str, Any]]) -> str:
+        """Return why workers cannot go on from what each of them holds for all; empty if they can.
+
+        Args:
+            held: Facts on the states that each living worker holds: `held` of its synchroniser's document.
+        """
+        return ""
 
     @property
     def meets_on_change(self) -> bool:

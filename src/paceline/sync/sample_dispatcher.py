@@ -2,6 +2,7 @@
 
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from enum import IntEnum
 
@@ -103,8 +104,8 @@ class DispatcherClient(SampleDispatcher):
         self._endpoint = RpcEndpoint(group, [(rank, 0) for rank in range(group.size)], self._service, "dispatcher")
         self._client = self._endpoint.clients[0]
         self._boundary = 0
-        # Only one thread changes each counter.
-        self._num_claimed = self._num_acknowledged = 0
+        self._unused: deque[SampleRange] = deque()
+        """Claims that are not acknowledged, in order; one thread adds, and one removes."""
         self._is_stopping = False
         self._has_asked = False
         self._names = group.names
@@ -119,6 +120,11 @@ class DispatcherClient(SampleDispatcher):
     def lost(self) -> str:
         """Words on a worker that is lost, once this one has heard of it by a claim or an `ack`; else empty."""
         return self._lost
+
+    @property
+    def present(self) -> SampleRange:
+        """Positions of the present step; an empty range if it has none."""
+        return self._unused[0] if self._unused else (0, 0)
 
     def set_source(self, claim_next: Callable[[int], SampleRange], mark_used: Callable[[int, int], None]) -> None:
         """Set the source of samples, on rank 0."""
@@ -137,12 +143,12 @@ class DispatcherClient(SampleDispatcher):
         while True:
             header = self._call(RpcHeader(_Kind.CLAIM, start=num_samples, stop=self._boundary))
             if header.clock == ClaimAnswer.TAKE:
-                self._num_claimed += 1
+                self._unused.append((header.start, header.stop))
                 return header.start, header.stop
             if header.clock == ClaimAnswer.DONE:
                 self._is_stopping = header.version > 0
                 return None
-            if self._num_claimed == self._num_acknowledged:
+            if not self._unused:
                 self._when_idle()
             time.sleep(poll_s)
             poll_s = min(2 * poll_s, _LONGEST_POLL_S)
@@ -151,7 +157,7 @@ class DispatcherClient(SampleDispatcher):
         """Record that claimed positions were used; False if the step did not count."""
         is_used = self._was_used()
         self._call(RpcHeader(_Kind.ACK, start=interval[0], stop=interval[1], weight=float(is_used)))
-        self._num_acknowledged += 1
+        self._unused.popleft()
         return is_used
 
     def ask_to_stop(self) -> None:

@@ -80,6 +80,21 @@ class Abandoned(Enum):
     """Whole but for its exchange, which can be made again: nothing has changed since the optimizer's step."""
     DONE = "done"
     """Whole: what was abandoned belongs to later updates, or can be left out."""
+    OPEN = "open"
+    """Dropped here, where nothing of it is needed: servers know whether it counts. See `Synchroniser.progress`."""
+
+
+@dataclass(frozen=True)
+class ServedProgress:
+    """What servers had applied when workers changed.
+
+    Args:
+        used: Pairs of start and stop, sorted: positions of samples, or numbers of steps if workers step together.
+        lost: Words on what is lost; empty if nothing is.
+    """
+
+    used: Sequence[Sequence[int]]
+    lost: str = ""
 
 
 class SampleDispatcher(ABC):
@@ -202,6 +217,14 @@ class Synchroniser(ABC):
             Words on what was changed; empty if nothing was.
         """
         return ""
+
+    def part(self) -> None:
+        """Give each other what is not to be lost with a worker that leaves now, at the end of a step; all call it."""
+
+    @property
+    def progress(self) -> ServedProgress | None:
+        """What servers had applied when workers changed, after `load_state`; None if each worker knows by itself."""
+        return None
 
     def last_exchange(self, number: int) -> int:
         """Return the number of updates, at most `number`, after which all of this worker's progress was exchanged."""

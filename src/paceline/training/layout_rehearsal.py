@@ -15,13 +15,14 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from paceline.comm.group import Group
 from paceline.data.base import Splits
 from paceline.data.batch import Batch, list_tensors, map_tensors
+from paceline.data.datasets import SEEDING
 from paceline.data.order import Interval
 from paceline.memory import Category, Choice, Estimate, StorageTracker, copy_without_contents, counting, recompute
 from paceline.memory.absent_group import absent_world
 from paceline.memory.estimate import count_codec, count_synchroniser
 from paceline.memory.rehearsal import UnknownValues
 from paceline.parallel.local import local
-from paceline.parallel.parallelize import find_shard, parallelize
+from paceline.parallel.parallelize import find_shard, parallelize, try_plan
 from paceline.parallel.pipeline import PipelineSettings
 from paceline.parallel.tensor import full_tensor
 from paceline.parallel.tensor_derivation import is_derived
@@ -32,11 +33,14 @@ from paceline.replica.reduction import GradientReduction
 from paceline.sync import EveryStep
 from paceline.sync.synchroniser import WorkerContext
 from paceline.topology.layout import Axes, Layout
+from paceline.training.building import read_sample
 from paceline.training.rehearsal import Forward, RehearsalError, count_samples, find_outline
 from paceline.training.run import Run
 from paceline.training.training import choose_gather_dtype
 
 _CPU = torch.device("cpu")
+_MOST_TRIED = 100_000_000
+"""Number of parameters up to which a model is built whole to find its tensor plan."""
 
 
 def estimate_layout(
@@ -56,12 +60,9 @@ def estimate_layout(
         device: Device of the training; the rehearsal itself is one on CPUs.
 
     Raises:
-        RehearsalError: The model's tensor plan is found by trying, which takes values.
+        RehearsalError: The model's tensor plan is found by trying, and it is too large for that here.
     """
-    if run.layout.tensor > 1 and is_derived(find_outline(run, splits), run.tensor_plan):
-        raise RehearsalError(
-            "a tensor plan must be known for ranks to be rehearsed, but it is found by trying; give one"
-        )
+    run = _name_plan(run, splits)
     axes = run.layout.resolve(num_ranks)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the ranks will warn
@@ -69,6 +70,24 @@ def estimate_layout(
             rehearse_rank(run, splits, rank, num_ranks, choices, device) for rank in list_distinct(run.layout, axes)
         ]
     return max(found, key=lambda needed: needed.peak_bytes)
+
+
+def _name_plan(run: Run, splits: Splits) -> Run:
+    """Return the run with its tensor plan, which may take trying it on the model, with values, as ranks do."""
+    module = find_outline(run, splits)
+    if run.layout.tensor == 1 or not is_derived(module, run.tensor_plan):
+        return run
+    num_parameters = sum(parameter.numel() for parameter in module.parameters())
+    if num_parameters > _MOST_TRIED:
+        raise RehearsalError(
+            f"a tensor plan must be known for ranks of a model of more than {_MOST_TRIED:,} parameters to be "
+            f"rehearsed, but it is found by trying and there are {num_parameters:,}; give one"
+        )
+    with SEEDING, torch.random.fork_rng(devices=[]):
+        torch.manual_seed(run.seed)
+        module = run.model.build(splits.train.spec)
+    plan = try_plan(module, None, run.layout.tensor, read_sample(run, splits, _CPU))
+    return run.model_copy(update={"tensor_plan": dict(plan.styles)})
 
 
 def list_distinct(layout: Layout, axes: Axes) -> list[int]:

@@ -194,21 +194,27 @@ def _run_at_own_pace(session: Session, dispatcher: SampleDispatcher) -> bool:
     A step is done when a global batch of samples is, on any workers.
     """
     training, run, loader, group = session.training, session.training.run, session.loader, session.replica.group
-    began_at = loader.position
+    began_at = loader.position - training.num_samples
     while True:
         dispatcher.set_boundary(loader.order.position_of(next_boundary(session, training.step), run.global_batch))
         for batch in loader:
-            result = train_step(session, batch, loader.order.step_of(batch.interval.start, run.global_batch))
+            try:
+                result = train_step(session, batch, loader.order.step_of(batch.interval.start, run.global_batch))
+            except CommunicationError:
+                loader.in_hand = None  # or leaving the loop would count it as used
+                raise
             if result is None:
                 continue
             training.step = loader.order.step_of(batch.interval.stop, run.global_batch)
             log_step(session, result, batch.interval.num_samples)
             log_bad_samples(session)
+            if session.member is not None and session.member.change_is_pending():
+                session.membership.request_stop(CHANGE)
             session.step_began_s = time.perf_counter()
         if dispatcher.lost:
             raise CommunicationError(dispatcher.lost)
         position = group.gather_documents(loader.position, name="position")[0]
-        loader.move_to(position)
+        loader.set_used([(0, position)])
         training.num_samples = position - began_at
         training.step = loader.order.step_of(position, run.global_batch)
         if do_after_step(session, stop=dispatcher.is_stopping):
@@ -392,6 +398,7 @@ def do_after_step(session: Session, *, stop: bool) -> bool:
     if stop and not is_last:
         cause = _agree_on_cause(session)
         if cause == "change":
+            session.replica.state.part()
             session.is_changing = True
             return True
         path = save_checkpoint(session, wait=True)

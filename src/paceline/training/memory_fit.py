@@ -39,8 +39,8 @@ def estimate(run: Run, splits: Splits, num_ranks: int, device: torch.device) -> 
 
     One whole step is rehearsed, with the run's own model, loss, optimizer, precision, micro-batches and savings;
     see `estimate_step`. With a layout each rank's own step is, and the one that needs the most counts
-    (`estimate_layout`). Where that cannot be, such as with a tensor plan that is found by trying, an expert axis or
-    offloading, a whole model's step is divided as `divide` says, which is rougher.
+    (`estimate_layout`). Where that cannot be, such as with an expert axis, offloading, or a tensor plan
+    that is found by trying and too large for that, a whole model's step is divided as `divide` says, which is rougher.
 
     Raises:
         SettingsError: The model cannot be rehearsed, or its savings cannot be had.
@@ -51,7 +51,7 @@ def estimate(run: Run, splits: Splits, num_ranks: int, device: torch.device) -> 
     if not run.layout.is_plain and run.layout.expert == 1 and run.memory.offload == "none":
         try:
             return guarded(lambda: estimate_layout(run, splits, num_ranks, choices, device))
-        except PacelineError:  # such as a plan that is found by trying; what is wrong with a layout its ranks will tell
+        except PacelineError:  # such as a plan too large to try; what is wrong with a layout its ranks will tell
             pass
     step = describe_step(run, splits, num_workers, device)
     whole = guarded(lambda: estimate_step(step, choices, run.sync, num_workers, run.count_steps(splits)))

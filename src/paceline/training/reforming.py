@@ -40,8 +40,10 @@ def can_reform(run: Run) -> str:
 
     Such runs start again from the newest checkpoint.
     """
-    if run.sync.is_asynchronous or run.sync.num_server_processes:
-        return f"with sync {run.sync.name} workers go at their own pace, or have servers"
+    if run.sync.num_server_processes:
+        return f"servers of sync {run.sync.name} have processes of their own, which cannot be replaced"
+    if run.sync.is_asynchronous and not run.sync.survives_loss:
+        return f"with sync {run.sync.name} workers go at their own pace"
     if not run.layout.is_plain:
         return "ranks of the layout share a model"
     if not run.sync.survives_loss:
@@ -94,7 +96,13 @@ class _Kept:
     def claim(self) -> list[Any]:
         """What tells, as JSON, whether two workers are at the same point, and what is lost with others."""
         point = [self.step, self.is_exchange_due, self.digest, self.steps_alone]
-        return [*point, dict(self.mixed)] if self.is_whole else []
+        return [*point, dict(self.mixed), self.held] if self.is_whole else []
+
+    @property
+    def held(self) -> Mapping[str, Any]:
+        """What this worker holds for all, and others may not; see `Rule.find_missing`."""
+        held: Mapping[str, Any] = self.replica.own["sync_document"].get("held", {}) if self.replica is not None else {}
+        return held
 
 
 def _goes_on(claim: list[Any], first: list[Any]) -> bool:
@@ -105,7 +113,7 @@ def _goes_on(claim: list[Any], first: list[Any]) -> bool:
     """
     if not claim or claim[1:3] != first[1:3]:
         return False
-    step, is_due, _, steps_alone, _ = claim
+    step, is_due, _, steps_alone = claim[:4]
     return step == first[0] or (steps_alone and not is_due and step < first[0])
 
 
@@ -145,6 +153,7 @@ def train_through_views(training: Training, member: Member, run_steps: RunSteps)
                 hung_ranks = error.hung_ranks if isinstance(error, PeerTimeoutError) else ()
                 accused = tuple(view.names[rank] for rank in hung_ranks)
                 member.report_loss(done, is_whole=kept.is_whole, reason=str(error), accused=accused)
+                _forget_frames(error)
             except BaseException as error:
                 if group is not None:
                     group.close(error)
@@ -171,6 +180,9 @@ def _open(
     is_in_step = is_live and _goes_on(kept.claim, claims[0])
     if is_live and not claims[0]:
         raise CommunicationError("rank 0 of the new group must hold a whole state, but it has lost it; vote again")
+    if is_live and (missing := training.run.sync.find_missing([claim[5] for claim in claims if claim])):
+        training.is_loading = True  # no state is whole any more
+        raise CommunicationError(missing)
     is_equal = training.run.sync.keeps_replicas_equal and kept.is_whole
     group.membership.has_equal_models = bool(claims) and is_equal and all(c == claims[0] for c in claims)
     state: SavedState | None = kept.state if is_live else None
@@ -217,13 +229,15 @@ def _log_change(session: Session, view: View, kept: _Kept, claims: list[list[Any
 
 def _describe_lost(session: Session, view: View, kept: _Kept, claims: list[list[Any]]) -> str:
     """Return words on what is lost with workers that have gone, or that could not keep their own state."""
-    sync, words = session.training.run.sync, []
+    sync, words, progress = session.training.run.sync, [], session.replica.state.progress
     gone = [name for name in kept.names if name not in view.names]
     replaced = [n for n, claim in zip(view.names, claims, strict=True) if claim and not _goes_on(claim, claims[0])]
     if gone and kept.owes:
         words.append(f"residuals of {len(gone)} workers' codecs")
     if sync.keeps_replicas_equal:
         return "; ".join(words)
+    if progress is not None:
+        return "; ".join(filter(None, [*words, progress.lost]))
     names = ", ".join(gone + replaced)
     if names and isinstance(sync, GossipRule):
         words.append(f"the models of {names}, but for what others have mixed in")
@@ -259,6 +273,12 @@ def _leave(
         session.replica.close()
 
 
+def _forget_frames(error: BaseException | None) -> None:
+    """Let go of what was on the stack of an error that is dealt with: the session, and with it buffers of the model."""
+    while error is not None:
+        error.__traceback__, error = None, error.__cause__ or error.__context__
+
+
 def _keep(session: Session, view: View) -> _Kept:
     """Return what this worker has left of a session; nothing is exchanged."""
     training, replica, loader = session.training, session.replica, session.loader
@@ -266,11 +286,10 @@ def _keep(session: Session, view: View) -> _Kept:
     session.rates.reset()
     if state.is_torn:
         return _Kept(training.step)
-    num_done = state.num_updates + state.is_exchange_due - session.first_update - (training.step - session.first_step)
-    if num_done and session.unfinished is not None:
-        training.num_samples += session.unfinished.interval.num_samples
-        loader.ack(session.unfinished)
-    training.step = loader.step
+    if replica.dispatcher is None:
+        _count_unfinished(session)
+    else:
+        loader.in_hand = None  # servers know whether its step counts
     tensors, document = capture_alone(replica)
     replica_digest = digest(tensors, replica)
     more, progress = capture_progress(session)
@@ -290,6 +309,16 @@ def _keep(session: Session, view: View) -> _Kept:
         state=MemoryState(Path("memory"), document | progress | in_memory, tensors | more),
         owes=_holds_back(kept.own),
     )
+
+
+def _count_unfinished(session: Session) -> None:
+    """Count the samples of the step in which workers were lost, if its update is done here, or due."""
+    training, state = session.training, session.replica.state
+    num_done = state.num_updates + state.is_exchange_due - session.first_update - (training.step - session.first_step)
+    if num_done and session.unfinished is not None:
+        training.num_samples += session.unfinished.interval.num_samples
+        session.loader.ack(session.unfinished)
+    training.step = session.loader.step
 
 
 def _find_mixed(session: Session, view: View) -> dict[str, int]:

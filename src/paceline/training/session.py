@@ -212,7 +212,7 @@ def open_session(
         before, session.global_batch = session.global_batch, session.loader.global_batch
         if is_live:
             words = session.replica.state.settle(session.replica.optimizer, is_new=kept is None)
-            session.repaired = "; ".join(filter(None, (session.repaired, words)))
+            session.repaired = "; ".join(filter(None, (session.repaired, words, follow_servers(session))))
         else:
             _log_start(session)
         if before not in (0, session.global_batch):  # other workers, or other settings, than before
@@ -418,6 +418,7 @@ def resume(
     training.step = training.delays_step = document["step"]
     training.delays = find_delays(session) or training.delays
     training.evaluated_step = 0 if document.get("is_evaluation_due") else training.step
+    training.evaluation = None  # workers that join have none, and all must decide alike whether to evaluate at the end
     if is_live:
         session.replica.state.is_exchange_due = document["is_exchange_due"]
         training.saved_step = document["saved_step"]
@@ -425,6 +426,26 @@ def resume(
     else:
         training.resumed_from = document["path"] = str(state.path) if state else ""
     return True
+
+
+def follow_servers(session: Session) -> str:
+    """Go on after what servers had applied when workers changed, if there are servers; return words on it.
+
+    Samples that a lost worker had claimed, and servers had not applied, are handed out again.
+    """
+    training, replica, loader = session.training, session.replica, session.loader
+    progress = replica.state.progress
+    if progress is None:
+        return ""
+    if replica.dispatcher is None:  # the last step may have been applied, and no worker told so
+        for _ in range(replica.num_updates, max((stop for _, stop in progress.used), default=0)):
+            loader.mark_used(*loader.claim_next(loader.global_batch))
+            replica.state.end_exchange()
+        training.step = loader.step
+        return ""
+    gaps = loader.set_used(progress.used)
+    training.step = loader.order.step_of(loader.position, training.run.global_batch)
+    return f"samples {', '.join(f'{a} to {b}' for a, b in gaps)} are handed out again" if gaps else ""
 
 
 def find_delays(session: Session) -> Delays | None:

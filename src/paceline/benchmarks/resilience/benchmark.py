@@ -29,16 +29,21 @@ _SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}
 SideName = Literal["paceline", "restart", "torchrun", "torchft"]
 
 
+_TIMES = {"next update": "next_s", "pause": "pause_s", "time to full strength": "full_s"}
+
+
 @dataclass(frozen=True)
 class Recovery:
     """What one fault cost.
 
     Args:
-        pause_s: Longest time between two updates around the fault.
+        next_s: Time from the fault to the first update of those that are left, or after a restart.
+        pause_s: Longest time between two updates around the fault, such as the one in which a worker joins again.
         full_s: Time from the fault to the first update of all workers again.
         num_again: Updates that had been done and were done again.
     """
 
+    next_s: float
     pause_s: float
     full_s: float
     num_again: int
@@ -112,7 +117,7 @@ class ResilienceBenchmark(Benchmark):
         case = f"{self.fault} one of {self.num_workers}, {size}, {len(found[first])} faults"
         rows = []
         for name in others or [first]:
-            for metric, field in (("pause", "pause_s"), ("time to full strength", "full_s")):
+            for metric, field in _TIMES.items():
                 ours, theirs = ([getattr(one, field) for one in found[side]] for side in (first, name))
                 rows.append(BenchmarkRow.of_pairs(self.name, case, metric, "s", ours, theirs, name))
                 worst = max(ours), max(theirs)
@@ -220,4 +225,5 @@ def judge(updates: Sequence[Update], hit_s: float, num_workers: int) -> Recovery
     whole = [each for each in after[max(shrunk, longest) :] if each.num_workers == num_workers]
     done = max((each.step for each in updates if each.time_s <= times[longest]), default=0)
     again = {each.step for each in after[longest:] if each.step <= done}
-    return Recovery(max(pauses[longest], step_s), whole[0].time_s - hit_s, len(again))
+    first = after[shrunk if after[shrunk].num_workers < num_workers else longest]
+    return Recovery(first.time_s - hit_s, max(pauses[longest], step_s), whole[0].time_s - hit_s, len(again))

@@ -3,6 +3,8 @@
 from paceline.comm.control.access import ControlAccess
 from paceline.comm.control.connection import ControlClient, ControlConnection
 from paceline.comm.control.errors import ControlError, ControlTimeoutError, EpochOverError
+from paceline.comm.control.key_values import KeyValues
+from paceline.comm.control.request_log import RequestLog, read_requests
 from paceline.comm.control.server import ControlServer, ServerLimits
 from paceline.comm.control.store import ControlStore, store_of_epoch
 
@@ -15,6 +17,9 @@ __all__ = [
     "ControlStore",
     "ControlTimeoutError",
     "EpochOverError",
+    "KeyValues",
+    "RequestLog",
     "ServerLimits",
+    "read_requests",
     "store_of_epoch",
 ]

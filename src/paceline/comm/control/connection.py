@@ -9,11 +9,13 @@ import ssl
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 from paceline.comm.control.access import ControlAccess
 from paceline.comm.control.errors import ControlError
 from paceline.comm.control.frames import FrameReader, Message
 from paceline.comm.control.handshake import ClientHandshake
+from paceline.errors import SettingsError
 
 _REPLY_S = 2.0
 """Time of a reply, beyond that for which the server was asked to wait, after which it counts as lost."""
@@ -98,6 +100,7 @@ class ControlClient:
     Args:
         access: Address and token of the server.
         patience_s: Longest time to try to reach the server again before a request fails.
+        access_file: File in which the access of a server lies that took the place of the first one, if one did.
         ssl_context: TLS of the client's side, if the server has it.
     """
 
@@ -106,10 +109,11 @@ class ControlClient:
         access: ControlAccess,
         *,
         patience_s: float = DEFAULT_PATIENCE_S,
+        access_file: Path | None = None,
         ssl_context: ssl.SSLContext | None = None,
     ) -> None:
         self.access = access
-        self._patience_s = patience_s
+        self._patience_s, self._access_file = patience_s, access_file
         self._ssl_context = ssl_context
         self._is_closed = False
         self._idle: list[ControlConnection] = []
@@ -189,6 +193,9 @@ class ControlClient:
         with self._lock:
             if self._idle:
                 return self._idle.pop()
+        if self._access_file is not None:
+            with contextlib.suppress(SettingsError):  # nobody has taken its place
+                self.access = ControlAccess.load(self._access_file)
         return ControlConnection(self.access, timeout_s=_REPLY_S, ssl_context=self._ssl_context)
 
 

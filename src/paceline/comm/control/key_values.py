@@ -62,6 +62,8 @@ class KeyValues:
     def __init__(self) -> None:
         self.epoch = 0
         """Newest epoch that was announced."""
+        self.note: Callable[[Message], None] = lambda _: None
+        """Function that is told of each request that has changed something, before its reply is sent."""
         self._shared: dict[str, bytes] = {}
         self._by_epoch: dict[int, dict[str, bytes]] = {}
         self._waiting: dict[str, list[Waiting]] = {}
@@ -90,10 +92,36 @@ class KeyValues:
         except (ValueError, IndexError) as error:
             raise ControlError(f"a request must give a value in base64 for each key, but: {error}") from error
         if request.id:
-            self._replies[request.id] = reply
-            if len(self._replies) > _NUM_REMEMBERED:
-                self._replies.popitem(last=False)
+            self._remember(request.id, reply)
+        if request.id or request.do not in ("check", "count"):
+            self.note(message)
         return reply
+
+    def list_requests(self) -> list[Message]:
+        """Return messages for `repeat` that lead from nothing to the present keys."""
+        spaces = [self._shared, *self._by_epoch.values()]
+        pairs = [(key, base64.b64encode(value).decode()) for space in spaces for key, value in space.items()]
+        messages: list[Message] = [{"do": "set", "keys": [key], "values": [value]} for key, value in pairs]
+        return [*messages, {"do": "announce", "number": self.epoch}, {"replies": list(self._replies.items())}]
+
+    def repeat(self, message: Message) -> None:
+        """Do again what a request has done that was noted, or that `list_requests` has returned.
+
+        Raises:
+            ControlError: The message is none of these.
+        """
+        if "replies" not in message:
+            self.handle(message)
+            return
+        try:
+            self._replies = OrderedDict(message["replies"])
+        except (TypeError, ValueError) as error:
+            raise ControlError(f"replies must come in pairs of id and reply, but: {error}") from error
+
+    def _remember(self, name: str, reply: Message) -> None:
+        self._replies[name] = reply
+        if len(self._replies) > _NUM_REMEMBERED:
+            self._replies.popitem(last=False)
 
     def forget(self, waiting: Waiting) -> None:
         """Drop a request that waits no longer."""

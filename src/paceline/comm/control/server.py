@@ -54,6 +54,7 @@ class ControlServer:
         host: Address of the interface; by default this machine alone can reach it.
         port: Port; 0 takes a free one.
         token: Secret of the run; by default a new one.
+        key_values: Keys and values at the beginning; by default none.
         ssl_context: TLS of the server's side; without it whoever can read the network can read messages, though not
             change them.
         limits: Limits on strangers.
@@ -73,6 +74,7 @@ class ControlServer:
         port: int = 0,
         *,
         token: bytes | None = None,
+        key_values: KeyValues | None = None,
         ssl_context: ssl.SSLContext | None = None,
         limits: ServerLimits | None = None,
     ) -> None:
@@ -93,7 +95,7 @@ class ControlServer:
         self.refusals: deque[Refusal] = deque(maxlen=_NUM_REFUSALS)
         self.num_refused = 0
         self._limits = limits or ServerLimits()
-        self._key_values = KeyValues()
+        self._key_values = KeyValues() if key_values is None else key_values
         self._sessions: OrderedDict[_Session, None] = OrderedDict()
         self._strangers: OrderedDict[_Session, None] = OrderedDict()
         self._loop = asyncio.new_event_loop()

@@ -4,11 +4,12 @@ import base64
 import ssl
 from collections.abc import Sequence
 from datetime import timedelta
+from pathlib import Path
 
 from torch.distributed import PrefixStore, Store
 
 from paceline.comm.control.access import ControlAccess
-from paceline.comm.control.connection import ControlClient
+from paceline.comm.control.connection import DEFAULT_PATIENCE_S, ControlClient
 from paceline.comm.control.errors import ControlTimeoutError, EpochOverError
 from paceline.comm.control.frames import Message
 from paceline.comm.control.key_values import epoch_prefix
@@ -30,6 +31,8 @@ class ControlStore(Store):
     Args:
         access: Address and token of the server.
         timeout_s: Longest time that `get` and `wait` wait for keys.
+        patience_s: Longest time to try to reach the server again before a request fails.
+        access_file: File in which the access of a server lies that took the place of the first one, if one did.
         ssl_context: TLS of the client's side, if the server has it.
     """
 
@@ -38,11 +41,13 @@ class ControlStore(Store):
         access: ControlAccess,
         *,
         timeout_s: float = DEFAULT_TIMEOUT_S,
+        patience_s: float = DEFAULT_PATIENCE_S,
+        access_file: Path | None = None,
         ssl_context: ssl.SSLContext | None = None,
     ) -> None:
         super().__init__()
         self.set_timeout(timedelta(seconds=timeout_s))
-        self._client = ControlClient(access, ssl_context=ssl_context)
+        self._client = ControlClient(access, patience_s=patience_s, access_file=access_file, ssl_context=ssl_context)
         _open.add(self)
 
     def close(self) -> None:

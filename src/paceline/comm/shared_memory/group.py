@@ -37,6 +37,7 @@ from paceline.comm.shared_memory.transfers import (
     flatten,
     sum_in_place,
 )
+from paceline.comm.threads import call_weakly
 from paceline.comm.torch_group import TorchGroup
 from paceline.errors import CommunicationError, PacelineError
 
@@ -94,7 +95,7 @@ class SharedMemoryGroup(Group):
             timeout_s=timeout_s,
             epoch=epoch,
             names=self.names,
-            on_verdict=self._end_by,
+            on_verdict=call_weakly(self._end_by),
         )
         self._recorder.board = self._network.board
         self._channel: Channel | None = None
@@ -229,6 +230,8 @@ class SharedMemoryGroup(Group):
         error = error or self._recorder.failure
         if isinstance(error, PacelineError):
             self._recorder.failure = self._recorder.failure or error  # which ends operations in other threads
+            self._small.abandon()
+            self._large.abandon()
         last_words = f"{type(error).__name__}: {error}" if error else ""
         if self._channel is None or error is not None:
             self._leave(last_words)
@@ -305,14 +308,15 @@ class SharedMemoryGroup(Group):
     def _find_parts(self, operation: Operation, flat: Tensor) -> list[Tensor] | None:
         """Return the tensors of all ranks, once all have begun the operation; None if they are not shared."""
         mine, places = self._buffers.locate(flat), list[bytes]()
+        large, size = self._large, self.size  # steps that never end hold these, but not the group with its connections
 
         def read(slot: int) -> None:
-            places.extend(ctypes.string_at(self._large.address(slot, rank), PLACE.size) for rank in range(self.size))
+            places.extend(ctypes.string_at(large.address(slot, rank), PLACE.size) for rank in range(size))
 
         def fill(slot: int) -> None:
-            ctypes.memmove(self._large.address(slot), mine, PLACE.size)
+            ctypes.memmove(large.address(slot), mine, PLACE.size)
 
-        self._large.post(operation, fill, read).wait()
+        large.post(operation, fill, read).wait()
         return self._buffers.find_parts(flat, places)
 
     def _share_segment(
@@ -321,21 +325,25 @@ class SharedMemoryGroup(Group):
         """Return a segment that all ranks have mapped, or None and the reasons, by rank."""
         operation = self._begin(name, "allocate")
         self._small.post(operation, None, None).wait()
-        made, memory, reason = None, None, None
+        descriptor, memory, reason = None, None, None
         if self.rank == 0:
-            made, reason = _attempt(lambda: create(num_bytes))
-        reasons = self.gather_documents(reason, name=name)
-        if any(reasons):
-            return None, reasons
-        began_s = time.monotonic()
+            descriptor, reason = _attempt(lambda: create(num_bytes))
+        try:
+            reasons = self.gather_documents(reason, name=name)
+            if any(reasons):
+                return None, reasons
+            began_s = time.monotonic()
 
-        def check() -> None:
-            self._recorder.check_peers(operation, began_s, lambda: [0])
+            def check() -> None:
+                self._recorder.check_peers(operation, began_s, lambda: [0])
 
-        descriptor, reason = _attempt(lambda: self._hub.share(made, self.timeout_s, check))
-        if descriptor is not None:
-            memory, reason = _attempt(lambda: map_here(descriptor))
-            os.close(descriptor)
+            shared, reason = _attempt(lambda: self._hub.share(descriptor, self.timeout_s, check))
+            descriptor = descriptor if self.rank == 0 else shared
+            if shared is not None:
+                memory, reason = _attempt(lambda: map_here(shared))
+        finally:
+            if descriptor is not None:
+                os.close(descriptor)
         reasons = self.gather_documents(reason, name=name)
         return None if any(reasons) else memory, reasons
 

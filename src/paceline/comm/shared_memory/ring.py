@@ -7,6 +7,7 @@ of readers is needed: a rank that posts step s + ring, into the slot of s, has s
 before they did they had finished s. They may even have read s later than that, to fill their slots up to s + ring/2.
 """
 
+import contextlib
 import time
 from collections import deque
 from collections.abc import Callable
@@ -17,6 +18,7 @@ from torch import Tensor
 from paceline.comm.group import Work
 from paceline.comm.shared_memory import futex
 from paceline.comm.shared_memory.flight_recorder import FlightRecorder, Operation
+from paceline.errors import CommunicationError
 
 _WORD = 2**32
 _SIGN = 2**31
@@ -88,6 +90,10 @@ class SharedRing:
         while not step.is_done:
             self._finish_oldest()
 
+    def abandon(self) -> None:
+        """Forget steps that will never end: they and the ring hold each other. Who waits for one gets the failure."""
+        self._pending.clear()
+
     def wake_others(self) -> None:
         """Wake the ranks that wait for this one, so that they check its state."""
         futex.wake(self._recorder.address + 4 * self._mine)
@@ -105,7 +111,10 @@ class SharedRing:
         return self._rows[dtype][slot]
 
     def _finish_oldest(self) -> None:
-        step = self._pending[0]
+        try:
+            step = self._pending[0]
+        except IndexError:  # abandoned
+            raise self._recorder.failure or CommunicationError("the group must be open, but it is closed") from None
         for _, word in self._others:
             if (self._words[word] - step.number) & _SIGN:
                 self._wait_for(word, step)
@@ -113,7 +122,8 @@ class SharedRing:
         self._recorder.check_same(step.operation)
         if step.read is not None:
             step.read(step.slot)
-        self._pending.popleft()
+        with contextlib.suppress(IndexError):  # abandoned just now
+            self._pending.popleft()
         step.is_done = True
         step.read = None  # frees what the closure holds
 

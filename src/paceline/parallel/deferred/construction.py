@@ -1,20 +1,21 @@
 """A model's construction: recorded once on every rank, and carried out for the parameters that a rank holds."""
 
 import gc
-import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor
+from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
+from paceline.parallel.deferred.empty_storages import key_of
 from paceline.parallel.deferred.python_access import watching_python
 from paceline.parallel.deferred.recording import Recording, Reference
 from paceline.parallel.deferred.refusal import UndeferrableError, explain
+from paceline.parallel.deferred.threads import watching_threads
 from paceline.parallel.local import local, local_slice, wrap
 
 
@@ -43,6 +44,12 @@ class Construction:
             return made[id(tensor)]
 
         self._replace(module, release)
+        made.clear()
+        if recording.is_held():
+            raise UndeferrableError(
+                "it keeps tensors that are neither parameters, buffers nor attributes of its modules, such as in a "
+                "closure or a hook; read them from the module there"
+            )
         values = [tensor for _, tensor in _list_tensors(module) if not tensor.is_meta]
         self.digest = recording.digest(self._references.values(), values)
         """Text that ranks share if they construct the same."""
@@ -114,13 +121,15 @@ def defer(build: Callable[[], nn.Module]) -> tuple[nn.Module, Construction]:
     try:
         module = _build(recording, build)
         try:
-            construction = _check(recording, module)
+            _check(recording, module)
+            construction = Construction(recording, module)
         except (AssertionError, RuntimeError) as error:  # such as of a parameter whose `data` has values
             raise explain(error) from error
         recording.settle()
         return module, construction
     except BaseException:
         torch.default_generator.set_state(state)
+        recording.release()
         raise
     finally:
         gc.unfreeze()
@@ -141,8 +150,7 @@ class _ErrorWatch(TorchFunctionMode):
 def _build(recording: Recording, build: Callable[[], nn.Module]) -> nn.Module:
     module, failure = None, None
     try:
-        with recording, _ErrorWatch(recording), watching_python(recording), warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")  # torch's own, to copy it
+        with recording, _ErrorWatch(recording), watching_python(recording), watching_threads(recording):
             module = build()
     except Exception as error:
         failure = error
@@ -154,23 +162,35 @@ def _build(recording: Recording, build: Callable[[], nn.Module]) -> nn.Module:
     return module
 
 
-def _check(recording: Recording, module: nn.Module) -> Construction:
-    """Return the construction of a module that can be finished parameter by parameter."""
-    known = dict(_list_tensors(module))
-    storages: dict[int, int] = {}
-    for name, tensor in known.items():
-        if tensor.is_meta:
-            raise UndeferrableError(f"{name} has no memory in the model itself")
-        if isinstance(tensor, nn.Parameter) and (_list_hooks(tensor) or type(tensor) not in (nn.Parameter, FakeTensor)):
-            raise UndeferrableError(f"{name} is a {type(tensor).__name__} of its own kind, or has hooks")
-        if storages.setdefault(tensor.untyped_storage()._cdata, id(tensor)) != id(tensor):
+def _check(recording: Recording, module: nn.Module) -> None:
+    """Raise `UndeferrableError` if a module cannot be finished parameter by parameter."""
+    named = [*_list_tensors(module), *_list_attribute_tensors(module)]
+    owners: dict[int, int] = {}
+    for name, tensor in named:
+        if is_lazy(tensor):
+            raise UndeferrableError(
+                "it has lazy modules, whose sizes a first batch decides; give sizes, such as nn.Linear for "
+                "nn.LazyLinear"
+            )
+        is_recorded = recording.knows(tensor)
+        if reason := _find_reason(tensor, is_recorded=is_recorded):
+            raise UndeferrableError(f"{name} {reason}")
+        if is_recorded and owners.setdefault(key_of(tensor), id(tensor)) != id(tensor):
             raise UndeferrableError(f"{name} shares memory with another tensor and is not the same")
-    inside = {id(tensor) for tensor in known.values()}
-    for part in module.modules():
-        inside |= {id(leaf) for _, value in _list_attributes(part) for leaf in tree_leaves(value)}
-    if any(id(tensor) not in inside for tensor in recording.list_living()):
-        raise UndeferrableError("it keeps tensors that are neither parameters, buffers nor attributes of its modules")
-    return Construction(recording, module)
+
+
+def _find_reason(tensor: Tensor, *, is_recorded: bool) -> str:
+    """Return why a tensor of a module cannot be made later, if so."""
+    kind = type(tensor)
+    if tensor.is_meta:
+        return "has no memory in the model itself"
+    if not is_recorded and not isinstance(tensor, nn.Parameter):
+        return ""
+    if kind not in (nn.Parameter, Tensor) or _list_hooks(tensor):
+        return f"is a {kind.__name__} of its own kind, or has hooks"
+    if tensor.grad_fn is not None or tensor.grad is not None:
+        return "has a gradient, or is computed from a tensor that needs one"
+    return ""
 
 
 def _list_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -187,25 +207,25 @@ def _list_attributes(part: nn.Module) -> Iterator[tuple[str, Any]]:
             yield key, value
 
 
+def _list_attribute_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield tensors in attributes of modules, beside parameters and buffers, with their names."""
+    for name, part in module.named_modules():
+        for key, value in _list_attributes(part):
+            yield from ((f"{name}.{key}".lstrip("."), leaf) for leaf in tree_leaves(value) if isinstance(leaf, Tensor))
+
+
 def _list_hooks(parameter: Tensor) -> list[Callable[[Tensor], None]]:
     hooks = [*(parameter._backward_hooks or {}).values()]
     return [*hooks, *(getattr(parameter, "_post_accumulate_grad_hooks", None) or {}).values()]
 
 
 def _like(tensor: Tensor, values: Tensor) -> Tensor:
-    """Return `values` as what `tensor` is: a parameter with its hooks on gradients, or a buffer."""
+    """Return `values` as what `tensor` is: a parameter or not, with its attributes and its hooks on gradients."""
+    requires_grad = tensor.requires_grad
+    like = nn.Parameter(values, requires_grad) if isinstance(tensor, nn.Parameter) else values
     if not isinstance(tensor, nn.Parameter):
-        return values
-    parameter = nn.Parameter(values, requires_grad=tensor.requires_grad)
-    own = vars(tensor) if not isinstance(tensor, FakeTensor) else _list_given(tensor)
-    vars(parameter).update(own)
+        like.requires_grad_(requires_grad)
+    vars(like).update(vars(tensor))
     for hook in (getattr(tensor, "_post_accumulate_grad_hooks", None) or {}).values():
-        parameter.register_post_accumulate_grad_hook(hook)
-    return parameter
-
-
-def _list_given(tensor: FakeTensor) -> dict[str, Any]:
-    """Return the attributes that the model's code has given to a tensor without memory."""
-    with tensor.fake_mode:
-        usual = vars(torch.empty(0)).keys() | {"_is_param"}
-    return {name: value for name, value in vars(tensor).items() if name not in usual}
+        like.register_post_accumulate_grad_hook(hook)
+    return like

@@ -24,6 +24,8 @@ _ROWS_AT_ONCE = 256
 
 def skip(state: Tensor, num_words: int) -> Tensor:
     """Return the state of torch's CPU generator after `num_words` more words of 32 bits."""
+    if not num_words:
+        return state.clone()
     content = state.numpy().copy()
     left, position, key = content[_LEFT].view(np.int32), content[_NEXT].view(np.uint64), content[KEY].view(np.uint64)
     target = _NUM_WORDS + 1 - int(left[0]) + num_words

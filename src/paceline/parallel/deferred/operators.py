@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-REPLACING = {torch.ops.aten.set_, torch.ops.aten.resize_, torch.ops.aten.resize_as_}
-"""Operators that replace the memory of a tensor."""
+REPLACING = {torch.ops.aten.resize_, torch.ops.aten.resize_as_}
+"""Operators that may give a storage other memory."""
 _STATISTICS = "running_"
 """Names of what every operator for normalization and quantization may write to, although few schemas say so."""
 _CHECKS_INDICES = frozenset(
@@ -44,6 +44,14 @@ def list_written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> I
 def is_known(func: Any) -> bool:
     """Whether an operator is torch's own, so that what it writes to is known."""
     return func.namespace in ("aten", "prim", "prims")
+
+
+def is_view(func: Any) -> bool:
+    """Whether an operator only describes the memory of its arguments otherwise, and so works without any."""
+    if func.overloadpacket in (torch.ops.aten.set_, torch.ops.aten.is_set_to):
+        return True
+    is_same = any(one.alias_info is not None and not one.alias_info.is_write for one in func._schema.returns)
+    return is_same or torch.Tag.inplace_view in func.tags
 
 
 def asks_for_values(func: Any) -> bool:

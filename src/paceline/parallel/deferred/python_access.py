@@ -1,25 +1,46 @@
 """What Python code asks of tensors past torch's operators: addresses, texts, foreign views, the generator's state."""
 
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 
 from paceline.parallel.deferred.recording import Recording
 from paceline.parallel.deferred.refusal import UndeferrableError
 
-_ASKS = {
-    (Tensor, "data_ptr"): "it asks for the address of a tensor's memory",
-    (torch.UntypedStorage, "data_ptr"): "it asks for the address of a tensor's memory",
-    (torch.TypedStorage, "data_ptr"): "it asks for the address of a tensor's memory",
-    (Tensor, "__dlpack__"): "it hands a tensor to another library (DLPack)",
+_ADDRESS = "it asks for the address of a tensor's memory"
+_LIBRARY = "it hands a tensor to another library (DLPack)"
+_MEMORY = "it reads or writes a tensor's memory past torch's operators"
+_ASKS: dict[tuple[Any, str], str] = {
+    **{(owner, "data_ptr"): _ADDRESS for owner in (Tensor, torch.UntypedStorage, torch.TypedStorage)},
+    (Tensor, "const_data_ptr"): _ADDRESS,
     (Tensor, "__repr__"): "it makes a text of a tensor's values",
+    (Tensor, "numpy"): "it asks for a NumPy array of a tensor",
+    **dict.fromkeys(((Tensor, "__dlpack__"), (torch, "to_dlpack")), _LIBRARY),
+    (torch.utils.dlpack, "to_dlpack"): _LIBRARY,
+    **{(Tensor, name): _MEMORY for name in ("share_memory_", "pin_memory", "apply_", "map_", "map2_")},
+    **{
+        (torch.UntypedStorage, name): _MEMORY
+        for name in (
+            *("__getitem__", "__setitem__", "__reduce__", "_byteswap", "_set_from_file", "_share_fd_cpu_"),
+            *(
+                "_share_filename_cpu_",
+                "_write_file",
+                "copy_",
+                "cpu",
+                "fill_",
+                "pin_memory",
+                "resizable",
+                "resize_",
+                "tolist",
+            ),
+            "_swap_data_ptr_",
+        )
+    },
 }
-"""Reasons why a model must be built whole whose construction calls a method on a tensor without values."""
+"""Reasons why a model must be built whole whose construction calls a function on what has no values."""
 
 
 @contextmanager
@@ -28,14 +49,18 @@ def watching_python(recording: Recording) -> Iterator[None]:
 
     def refuse(real: Callable[..., Any], reason: str) -> Callable[..., Any]:
         def ask(asked: Any, *args: Any, **kwargs: Any) -> Any:
-            is_empty = isinstance(asked, FakeTensor) or (not isinstance(asked, Tensor) and asked.device.type == "meta")
-            is_for_torch = real.__name__ == "data_ptr" and _asker().startswith("torch.")  # which only copies a tensor
-            if is_empty and not is_for_torch:
+            if recording.knows(getattr(asked, "_untyped_storage", asked)):
                 with recording.watch(real.__name__):
                     raise UndeferrableError(reason)
             return real(asked, *args, **kwargs)
 
         return ask
+
+    def list_values(asked: Tensor) -> Any:
+        return to_list(recording.with_values(asked))
+
+    def clone(storage: torch.UntypedStorage) -> torch.UntypedStorage:
+        return recording.copy_storage(storage) if recording.knows(storage) else copy(storage)
 
     def settle(real: Callable[[], Tensor]) -> Callable[[], Tensor]:
         def read() -> Tensor:
@@ -44,21 +69,20 @@ def watching_python(recording: Recording) -> Iterator[None]:
 
         return read
 
+    to_list = Tensor.tolist
+    copy: Callable[[torch.UntypedStorage], torch.UntypedStorage] = torch.UntypedStorage.clone
     with ExitStack() as changed:
         for (owner, name), reason in _ASKS.items():
-            changed.enter_context(_replaced(owner, name, refuse(getattr(owner, name), reason)))
+            changed.enter_context(replaced(owner, name, refuse(getattr(owner, name), reason)))
+        changed.enter_context(replaced(Tensor, "tolist", list_values))
+        changed.enter_context(replaced(torch.UntypedStorage, "clone", clone))
         for module in (torch, torch.random):
-            changed.enter_context(_replaced(module, "get_rng_state", settle(module.get_rng_state)))
+            changed.enter_context(replaced(module, "get_rng_state", settle(module.get_rng_state)))
         yield
 
 
-def _asker() -> str:
-    """Return the name of the module whose code calls the caller's caller."""
-    return str(sys._getframe(2).f_globals.get("__name__", ""))
-
-
 @contextmanager
-def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
     """While active, an attribute has another value; one that was inherited is inherited again."""
     own = vars(owner).get(name)
     setattr(owner, name, value)

@@ -10,12 +10,11 @@ from typing import Any
 import torch
 import xxhash
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
+from paceline.parallel.deferred.empty_storages import EmptyStorages, key_of
 from paceline.parallel.deferred.generator import cost
-from paceline.parallel.deferred.one_thread_mode import OneThreadMode
 from paceline.parallel.deferred.operators import (
     REPLACING,
     asks_for_values,
@@ -24,6 +23,7 @@ from paceline.parallel.deferred.operators import (
     has_size_by_values,
     is_integer,
     is_known,
+    is_view,
     list_written,
 )
 from paceline.parallel.deferred.proof import Prover
@@ -122,8 +122,9 @@ class _Operation:
 class Recording(TorchDispatchMode):
     """Context in which tensors are made without memory, and what would give them values is recorded.
 
-    Random numbers are only counted; `settle` then leaves the generator where it would have ended. A value that the code
-    asks for is computed.
+    They are torch's own tensors on the CPU, whatever is asked of them: only their storages have no memory. Random
+    numbers are only counted; `settle` then leaves the generator where it would have ended. A value that the code asks
+    for is computed.
 
     Raises:
         UndeferrableError: An operation cannot be recorded; others raise whatever torch's `FakeTensorMode` raises.
@@ -131,13 +132,9 @@ class Recording(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._fake = OneThreadMode(
-            self.watch
-        )  # unlike the meta device, which code asks for and then leaves weights as they are
+        self._storages = EmptyStorages()
         self._operations: list[_Operation] = []
         self._writers: dict[int, list[int]] = {}
-        self._sizes: dict[int, int] = {}
-        self._kept: list[torch.UntypedStorage] = []  # so that no other storage takes the place that identifies one
         self._constant_bytes = 0
         self._stream, self._prover = RandomStream(), Prover()
         self.refusal: UndeferrableError | None = None
@@ -153,7 +150,7 @@ class Recording(TorchDispatchMode):
         leaves, _ = tree_flatten((args, kwargs))
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         has_device = any(argument.name == "device" for argument in func._schema.arguments)
-        is_concerned = any(map(self._knows, tensors))
+        is_concerned = any(map(self._storages.knows, tensors))
         if not is_concerned and (not _makes_in_memory(kwargs.get("device"), tensors) if has_device else tensors):
             if torch.Tag.nondeterministic_seeded in func.tags:
                 self._stream.settle()
@@ -172,13 +169,12 @@ class Recording(TorchDispatchMode):
 
     def _dispatch(self, func: Any, args: Any, kwargs: dict[str, Any], *, has_device: bool) -> Any:
         """Record an operation that makes or concerns tensors without memory."""
-        if func is torch.ops.aten.set_.source_Tensor and all(map(self._knows, args)):
-            with self._fake:
-                return func(*args)  # which then refers to the other's memory
         if func.overloadpacket in REPLACING:
             raise UndeferrableError(f"it replaces the memory of a tensor ({func})")
         if any(isinstance(leaf, Tensor) for leaf in tree_flatten((args, kwargs))[0]) and not is_known(func):
             raise UndeferrableError(f"it calls the operator {func}, which is not torch's own and may write anywhere")
+        if is_view(func):
+            return func(*args, **kwargs)
         if has_device:
             device = kwargs.get("device")
             if device is not None and torch.device(device).type != "cpu":
@@ -186,20 +182,40 @@ class Recording(TorchDispatchMode):
         if kwargs.get("generator") is not None:
             raise UndeferrableError("it draws random numbers from a generator of its own")
         if asks_for_values(func) or self._writes_outside(func, args, kwargs):
-            return func(*tree_map(self._with_values, args), **tree_map(self._with_values, kwargs))
+            return func(*tree_map(self.with_values, args), **tree_map(self.with_values, kwargs))
         self._check_values(func, args, kwargs)
         return self._record(func, args, kwargs, has_device=has_device)
 
     def refer(self, tensor: Tensor) -> Reference | None:
         """Return the reference of a tensor that was recorded, None of another."""
-        if not self._knows(tensor):
-            return None
-        return Reference(_key(tensor), tensor.dtype, tensor.shape, tensor.stride(), int(tensor.storage_offset()))
+        return self._refer(tensor) if self._storages.knows(tensor) else None
 
-    def list_living(self) -> list[Tensor]:
-        """Return the recorded tensors that somebody holds, of those made since `gc.freeze`."""
+    def _refer(self, tensor: Tensor) -> Reference:
+        return Reference(key_of(tensor), tensor.dtype, tensor.shape, tensor.stride(), int(tensor.storage_offset()))
+
+    def knows(self, held: Tensor | torch.UntypedStorage) -> bool:
+        """Whether a tensor, or a storage, is one of those without memory."""
+        return self._storages.knows(held)
+
+    def copy_storage(self, storage: torch.UntypedStorage) -> torch.UntypedStorage:
+        """Return a copy of a storage without memory, which is one, too."""
+        return self._storages.view(storage).clone().untyped_storage()
+
+    def release(self) -> None:
+        """Make tensors harmless that are still held, such as by the traceback of an error, whose text may show them."""
+        self._storages.release()
+
+    def is_held(self) -> bool:
+        """Whether anybody else holds a tensor without memory, or a storage of one."""
         gc.collect()
-        return [one for one in gc.get_objects() if type(one) is FakeTensor and self._knows(one)]
+        return self._storages.is_held()
+
+    def with_values(self, leaf: Any) -> Any:
+        """Return an argument with the values that it would have."""
+        if (reference := self.refer(leaf) if isinstance(leaf, Tensor) else None) is None:
+            return leaf
+        with _disable_current_modes():
+            return self.compute([reference])[0]
 
     def compute(self, references: Sequence[Reference]) -> list[Tensor]:
         """Return the values of tensors, in the memory of all that they depend on."""
@@ -236,7 +252,7 @@ class Recording(TorchDispatchMode):
 
     def digest(self, references: Iterable[Reference], values: Iterable[Tensor]) -> str:
         """Return a text that two recordings share if they make the same values, and have made the same `values`."""
-        places = {key: place for place, key in enumerate(self._sizes)}
+        places = {key: place for place, key in enumerate(self._storages.sizes)}
 
         def rename(leaf: Any) -> Any:
             return replace(leaf, storage=places[leaf.storage]) if isinstance(leaf, Reference) else leaf
@@ -258,26 +274,17 @@ class Recording(TorchDispatchMode):
         leaves, structure = tree_flatten((args, kwargs))
         recorded = [self._as_leaf(func, leaf) for leaf in leaves]
         if is_sized := has_size_by_values(func, leaves):
-            result = func(*tree_map(self._with_values, args), **tree_map(self._with_values, kwargs))
-            with self._fake:
-                result = tree_map(_without_values, result)
+            found = func(*tree_map(self.with_values, args), **tree_map(self.with_values, kwargs))
+            result, new = self._storages.make_like(found)
+        elif func in _FILLS.keys() | _CONSTANT_FILLS and args[0].is_floating_point():
+            result, new = args[0], []
         else:
-            with self._fake:
-                result = func(*tree_map(_without_values, args), **tree_map(_without_values, kwargs))
-        # Torch refuses to convert a module's parameters, in place, of which there are weak references.
-        self._fake.fake_tensor_converter.tensor_memo.clear()
-        given = {_key(leaf) for leaf in leaves if isinstance(leaf, Tensor) and self._knows(leaf)}
-        made: list[tuple[int, Reference]] = []
+            result, new = self._storages.run(func, args, kwargs)
         results = tree_flatten(result)[0]
-        for place, leaf in enumerate(results):
-            if isinstance(leaf, Tensor) and _key(leaf) not in given:
-                self._keep(leaf)
-                reference = self.refer(leaf)
-                assert reference is not None
-                made.append((place, reference))
-        written = frozenset(_key(tensor) for tensor in list_written(func, args, kwargs))
+        made = [(place, self._refer(results[place])) for place in new]
+        written = frozenset(key_of(tensor) for tensor in list_written(func, args, kwargs))
         if not made and not written:
-            return result  # a view
+            return result
         if not (has_device or is_random or is_sized or checks_values(func)):
             self._prover.prove(func, args, kwargs, {place: results[place] for place, _ in made})
         if has_device and "dtype" in {argument.name for argument in func._schema.arguments} and made:
@@ -302,8 +309,8 @@ class Recording(TorchDispatchMode):
         written = {id(tensor) for tensor in list_written(func, args, kwargs)}
 
         def give(leaf: Any) -> Any:
-            if are_all_checked or not self._knows(leaf) or is_integer(leaf):
-                return self._with_values(leaf)
+            if are_all_checked or not self._storages.knows(leaf) or is_integer(leaf):
+                return self.with_values(leaf)
             shape = leaf.shape if id(leaf) in written else ()
             return torch.zeros(shape, dtype=leaf.dtype, device="cpu").expand(leaf.shape)
 
@@ -342,7 +349,7 @@ class Recording(TorchDispatchMode):
         for place, number in enumerate(order):
             operation = self._operations[number]
             for key in operation.reads - storages.keys():  # of which nothing before is of use
-                storages[key] = torch.UntypedStorage(self._sizes[key])
+                storages[key] = torch.UntypedStorage(self._storages.sizes[key])
             operation.run(storages, self._stream)
             for key in touched[place] - wanted:
                 if last_use[key] == place:
@@ -370,7 +377,7 @@ class Recording(TorchDispatchMode):
 
     def _covers(self, reference: Reference) -> bool:
         num_bytes = reference.num_elements * reference.dtype.itemsize
-        return _is_contiguous(reference) and num_bytes == self._sizes[reference.storage]
+        return _is_contiguous(reference) and num_bytes == self._storages.sizes[reference.storage]
 
     def _list_pointwise(self, reference: Reference) -> list[_Operation] | None:
         """Return the operations that made a tensor, if each element is made alone and in order; else None."""
@@ -392,24 +399,11 @@ class Recording(TorchDispatchMode):
                 return None
         return None
 
-    def _knows(self, tensor: Any) -> bool:
-        return isinstance(tensor, FakeTensor) and _key(tensor) in self._sizes
-
-    def _keep(self, tensor: Tensor) -> None:
-        storage = tensor.untyped_storage()
-        self._kept.append(storage)
-        self._sizes[storage._cdata] = storage.nbytes()
-
     def _writes_outside(self, func: Any, args: Any, kwargs: Any) -> bool:
-        are_known = {self._knows(tensor) for tensor in list_written(func, args, kwargs)}
+        are_known = {self._storages.knows(tensor) for tensor in list_written(func, args, kwargs)}
         if len(are_known) > 1:
             raise UndeferrableError(f"the operator {func} writes at once to the model's tensors and to others")
         return False in are_known
-
-    def _with_values(self, leaf: Any) -> Any:
-        if (reference := self.refer(leaf) if isinstance(leaf, Tensor) else None) is None:
-            return leaf
-        return self.compute([reference])[0]
 
     def _as_leaf(self, func: Any, leaf: Any) -> Any:
         if not isinstance(leaf, Tensor):
@@ -473,12 +467,6 @@ def _makes_in_memory(device: Any, tensors: Sequence[Tensor]) -> bool:
     return not tensors or not all(tensor.is_meta for tensor in tensors)
 
 
-def _without_values(leaf: Any) -> Any:
-    if not isinstance(leaf, Tensor) or isinstance(leaf, FakeTensor):
-        return leaf
-    return torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype)
-
-
 def _is_contiguous(reference: Reference) -> bool:
     expected = 1
     for length, stride in zip(reversed(reference.shape), reversed(reference.stride), strict=True):
@@ -492,8 +480,3 @@ def _bytes_of(tensor: Tensor) -> bytes:
     if tensor.is_meta:
         return repr((tensor.shape, tensor.stride(), tensor.dtype)).encode()
     return tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
-
-
-def _key(tensor: Tensor) -> int:
-    key: int = tensor.untyped_storage()._cdata
-    return key

@@ -7,9 +7,8 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 from paceline.errors import PacelineError
 
 _MEANINGS = {
-    "Creating a new Tensor subclass Uninit": "it has lazy modules, whose sizes a first batch decides; "
-    "give sizes, such as nn.Linear for nn.LazyLinear",
-    ".numpy() is not supported": "it asks for a NumPy array of a tensor",
+    "Cannot access data pointer": "it reads or writes a tensor's memory past torch's operators",
+    "Attempted to call": "it reads or writes a tensor's memory past torch's operators",
 }
 """Reasons, by what torch's errors begin with."""
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from paceline.comm.group import Group
 from paceline.comm.torch_group import is_lost_peer
 from paceline.data.batch import list_tensors, select
-from paceline.errors import SettingsError
+from paceline.errors import PacelineError, SettingsError
 from paceline.parallel.mesh import Mesh
 from paceline.parallel.mismatch import explain_failure
 from paceline.parallel.pipeline.absent import Tracking, find_missing
@@ -314,10 +314,18 @@ class Pipeline:
         try:
             yield
         except RuntimeError as error:
+            if (refusal := _find_refusal(error)) is not None:
+                raise refusal from refusal.__cause__
             if not is_lost_peer(error):
                 raise
             reports = f"{what} of the pipeline lost a rank: position {self.place} of {self.num_ranks} reports"
             raise explain_failure(error, self._mesh, reports) from error
+
+
+def _find_refusal(error: BaseException) -> PacelineError | None:
+    """Return the error of ours that torch's schedule has wrapped in one of its own, if any."""
+    cause = error.__cause__
+    return cause if cause is None or isinstance(cause, PacelineError) else _find_refusal(cause)
 
 
 @dataclass(frozen=True)

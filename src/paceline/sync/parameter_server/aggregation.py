@@ -74,6 +74,8 @@ class StepAggregation(ServerUpdate):
             self.announce(self.clocks.step - 1, workers)
             aggregated = aggregate({worker: self._pushes[worker] for worker in workers})
             shard.delays[0] += len(workers)
+            for worker in workers:
+                shard.note_used(self._pushes[worker])
             self._pushes = {worker: self._pushes[worker] for worker in self.clocks.arrived}
             if aggregated is not None:
                 self._apply(shard, aggregated)

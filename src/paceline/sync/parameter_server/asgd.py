@@ -76,6 +76,11 @@ class ASGD(ServedRule):
         return False
 
     @property
+    def applies_at_once(self) -> bool:
+        """Always true."""
+        return True
+
+    @property
     def sums_samples(self) -> bool:
         """Always false: each push is a mean."""
         return False
@@ -186,6 +191,7 @@ class _AsynchronousUpdate(ServerUpdate):
 
     def push(self, shard: Shard, push: Push) -> bool:
         """Apply the push."""
+        shard.note_used(push)
         if push.weight == 0:
             return True
         delay = shard.version - push.version
@@ -206,7 +212,12 @@ class _AsynchronousUpdate(ServerUpdate):
 
     def settle(self, shard: Shard) -> None:
         """Take a step with the pushes so far, once no worker will add to them: all stop, or wait for a checkpoint."""
-        if self._sum.num_pushes and not self.clocks.clocks:
+        if not self.clocks.clocks:
+            self.finish(shard)
+
+    def finish(self, shard: Shard) -> None:
+        """Take a step with the pushes so far."""
+        if self._sum.num_pushes:
             self._step_with_mean(shard)
 
     def state(self, shard: Shard) -> tuple[dict[str, Tensor], dict[str, float]]:

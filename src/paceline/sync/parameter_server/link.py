@@ -1,6 +1,7 @@
 """One worker's connection to one server."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import astuple
 from typing import Any
 
 import torch
@@ -13,6 +14,9 @@ from paceline.sync.parameter_server.settings import ServerSettings
 from paceline.sync.parameter_server.state import cut_blocks, pack_state, unpack_state
 from paceline.sync.parameter_server.wire_format import States, make_wire_formats
 from paceline.sync.synchroniser import Delays, WorkerContext
+
+_PENDING = "pending "
+"""Beginning of the names of codec states after a push whose reply has not come."""
 
 
 class ServerLink:
@@ -35,6 +39,8 @@ class ServerLink:
         self.states: States = {}
         """Codec states of the pushes."""
         self._pending: States = {}
+        self._under_way: RpcHeader | None = None
+        """Header of the push whose reply has not come."""
         self._pushed_bytes = 0
         """Stated bytes of the push under way."""
         self._sums_samples = rule.sums_samples
@@ -69,9 +75,20 @@ class ServerLink:
             for block, parameter in zip(self.blocks, self._parameters, strict=True)
         ]
 
-    def push(self, values: Sequence[Tensor | None], weight: float) -> None:
-        """Begin to push; None for blocks without values. With weight 0 the step is only reported."""
-        body, self._pushed_bytes = NOTHING, 0
+    def push(self, values: Sequence[Tensor | None], weight: float, work: tuple[int, int] = (0, 0)) -> None:
+        """Push: see `prepare` and `begin`."""
+        self.prepare(values, weight, work)
+        self.begin()
+
+    def prepare(self, values: Sequence[Tensor | None], weight: float, work: tuple[int, int] = (0, 0)) -> None:
+        """Prepare a push; None for blocks without values. With weight 0 the step is only reported.
+
+        Args:
+            values: Gradients or updates, by block.
+            weight: Number of samples, or tokens.
+            work: Range of the push; see `Shard.used`.
+        """
+        self._pushed_bytes = 0
         self._unit = self._unit or weight
         if weight > 0:
             body, self._pushed_bytes = self._pushed, self._push_format.price
@@ -86,11 +103,17 @@ class ServerLink:
             # The residual of a parameter without a gradient was not sent: it stays.
             names = [block.name for block, is_used in zip(self.blocks, used, strict=True) if is_used]
             self._pending = self.states | {name: states[name] for name in names if name in states}
-        self.client.begin(RpcHeader(RequestKind.SWAP, self.clock, self.version, weight=weight, value=self._unit), body)
+        self._under_way = RpcHeader(RequestKind.SWAP, self.clock, self.version, *work, weight, self._unit)
+
+    def begin(self) -> None:
+        """Begin the prepared push."""
+        assert self._under_way is not None
+        self.client.begin(self._under_way, self._pushed if self._under_way.weight > 0 else NOTHING)
 
     def pull(self) -> int:
         """Wait for parameters, and return the bytes of push and pull."""
         header, body = self.client.finish(self._pulled)
+        self._under_way = None
         self.states, self._pending = self._pending or self.states, {}
         tensors, _ = self._pull_format.read(body, header.clock)
         if self._pull_format.is_exact:
@@ -131,14 +154,49 @@ class ServerLink:
             tensors = {f"parameter/{block.name}": view for block, view in zip(self.blocks, self.views, strict=True)}
         self.client.call(RpcHeader(RequestKind.LOAD), pack_state(tensors, document))
 
-    def load_states(self, saved: Mapping[str, Tensor]) -> None:
+    def keep(self) -> tuple[dict[str, Tensor], list[float], Tensor]:
+        """Return the push whose reply has not come, to be made again: codec states, header and body; empty if none is.
+
+        Parameters move out of memory that is shared with the server.
+        """
+        for parameter in self._parameters:
+            parameter.data = parameter.data.clone()
+        if self._under_way is None:
+            return {}, [], NOTHING
+        states = {
+            f"{_PENDING}{block}/{site}": kept for block, state in self._pending.items() for site, kept in state.items()
+        }
+        return states, list(astuple(self._under_way)), self._pushed.clone() if self._under_way.weight > 0 else NOTHING
+
+    def go_on(self, document: Mapping[str, Any], saved: Mapping[str, Tensor], *, is_applied: bool) -> None:
+        """Go on among other workers.
+
+        Args:
+            document: Former `document`.
+            saved: This worker's tensors.
+            is_applied: Whether the push whose reply had not come is applied, or will be made again.
+        """
+        self._unit = document["unit"]
+        self.load_states(saved)
+        if is_applied:
+            self.load_states(saved, _PENDING)
+
+    def push_again(self, header: Sequence[float], body: Tensor) -> None:
+        """Push what this server has not applied, and wait for nothing else."""
+        self.report()
+        _, clock, version, start, stop, weight, value = header
+        self.client.call(
+            RpcHeader(RequestKind.PUSH_AGAIN, int(clock), int(version), int(start), int(stop), weight, value), body
+        )
+
+    def load_states(self, saved: Mapping[str, Tensor], prefix: str = "") -> None:
         """Load the codec states of the pushes."""
         for block, view in zip(self.blocks, self.views, strict=True):
-            prefix = f"{block.name}/"
+            start = f"{prefix}{block.name}/"
             state = {
-                name.removeprefix(prefix): tensor.to(view.device, copy=True)
+                name.removeprefix(start): tensor.to(view.device, copy=True)
                 for name, tensor in saved.items()
-                if name.startswith(prefix)
+                if name.startswith(start)
             }
             if state:
                 self.states[block.name] = state

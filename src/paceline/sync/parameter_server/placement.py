@@ -1,13 +1,15 @@
 """The ranks and blocks of servers, and the program of a server with its own process."""
 
+from paceline.comm.hosts import find_hosts
 from paceline.comm.rpc import RpcEndpoint
 from paceline.errors import CommunicationError, SettingsError
 from paceline.optim.torch_rules import updates_by_element
 from paceline.sync.parameter_server.announcements import StepAnnouncements
-from paceline.sync.parameter_server.blocks import partition_parameters
+from paceline.sync.parameter_server.blocks import ParameterBlock, partition_parameters
 from paceline.sync.parameter_server.server import Server
 from paceline.sync.parameter_server.settings import ServerSettings
 from paceline.sync.parameter_server.shard import Shard
+from paceline.sync.parameter_server.standby import Standbys, choose_standby
 from paceline.sync.parameter_server.wire_format import make_wire_formats
 from paceline.sync.synchroniser import WorkerContext
 
@@ -44,8 +46,7 @@ class ServerPlacement:
                 f"{self.everybody.size - first}; lower it, or start more"
             )
         self.routes = [(worker, server) for worker in range(self.num_workers) for server in self.servers]
-        may_cut = updates_by_element(context.optimizer)
-        self.blocks_by_server = partition_parameters(dict(context.parameters), rule.num_servers, may_cut=may_cut)
+        self.blocks_by_server = self.partition(rule.num_servers)
         """Blocks of each server."""
 
     @property
@@ -60,6 +61,11 @@ class ServerPlacement:
             server: (push.num_bytes, pull.num_bytes) for server, (push, pull) in zip(self.servers, formats, strict=True)
         }
 
+    def partition(self, num_servers: int) -> list[list[ParameterBlock]]:
+        """Return the blocks of each of so many servers."""
+        may_cut = updates_by_element(self._context.optimizer)
+        return partition_parameters(dict(self._context.parameters), num_servers, may_cut=may_cut)
+
     def number_of(self, rank: int) -> int | None:
         """Return the number of a rank's server, if it runs one."""
         return self.servers.index(rank) if rank in self.servers else None
@@ -69,7 +75,24 @@ class ServerPlacement:
         rule, context = self._rule, self._context
         shard = Shard(self.blocks_by_server[number], context.parameters, context.optimizer)
         server_update = rule.start_server_update(self.num_workers, context.optimizer, number=number)
-        return Server(shard, server_update, range(self.num_workers), rule.codec, rule.pull_codec, context.seed)
+        return Server(
+            shard,
+            server_update,
+            range(self.num_workers),
+            rule.codec,
+            rule.pull_codec,
+            context.seed,
+            stops_at_loss=context.group.is_supervised,
+        )
+
+    def open_standbys(self, server: Server | None) -> Standbys | None:
+        """Connect servers to their standbys, if there are any; `server` is this process's own, if any."""
+        if not self._rule.num_standbys or self.everybody.size == 1:
+            return None
+        hosts = find_hosts(self.everybody)
+        chosen = {number: (rank, choose_standby(rank, hosts)) for number, rank in enumerate(self.servers)}
+        places = {number: (rank, standby) for number, (rank, standby) in chosen.items() if standby is not None}
+        return Standbys(self.everybody, places, server, self.make_server)
 
     def open_announcements(self, server: Server | None) -> StepAnnouncements | None:
         """Connect the first server to the others, if the rule needs it; `server` is this process's own, if any."""

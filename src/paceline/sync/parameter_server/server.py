@@ -2,7 +2,7 @@
 
 import threading
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any
@@ -36,6 +36,12 @@ class RequestKind(IntEnum):
     LOAD = 6
     COUNT = 7
     """Return the delays of pushes."""
+    PUSH_AGAIN = 8
+    """Apply a push that another server was sent, and wait for nobody."""
+
+
+_READING = (RequestKind.READ, RequestKind.SAVE, RequestKind.COUNT)
+"""Requests that change nothing."""
 
 
 class Server(RpcService):
@@ -48,6 +54,8 @@ class Server(RpcService):
         codec: Codec of pushes.
         pull_codec: Codec of pulls, which then send differences from a worker's parameters instead of parameters.
         seed: Random seed of the codecs.
+        stops_at_loss: Whether to stop when a worker is lost, so that the others go on from this state; else they are
+            served on.
     """
 
     def __init__(
@@ -58,8 +66,11 @@ class Server(RpcService):
         codec: Codec,
         pull_codec: Codec,
         seed: int,
+        *,
+        stops_at_loss: bool = False,
     ) -> None:
         self._shard = shard
+        self._stops_at_loss = stops_at_loss
         self.server_update = server_update
         for worker in workers:
             server_update.clocks.join(worker)
@@ -71,7 +82,12 @@ class Server(RpcService):
         self._changed = threading.Condition()
         self._tickets: dict[int, _Ticket] = {}
         """Workers that wait for parameters."""
+        self.copy: Callable[[int, RpcHeader, Tensor], None] | None = None
+        """Function that sends a worker's request to the standby, if there is one; see `note_copied`."""
+        self._num_to_copy = self._num_copied = 0
         self._failure: BaseException | None = None
+        self._is_broken = False
+        """Whether a request has failed half-way."""
         self.lost: dict[int, BaseException] = {}
         """Workers that left without saying goodbye."""
         self._bodies: dict[int, Tensor] = {}
@@ -90,16 +106,24 @@ class Server(RpcService):
         """Execute the request."""
         with self._changed:
             self._check()
+            if self.copy is not None and header.kind not in _READING:
+                self._num_to_copy += 1
+                self.copy(caller, header, body)
+            ticket = _Ticket(False)
             if header.kind == RequestKind.SWAP:
-                return self._swap(caller, header, body)
-            reply = self._answer(caller, header, body)
-            return lambda: reply
+                ticket = self._swap(caller, header, body)
+            else:
+                ticket.reply, ticket.num_to_copy = self._answer(caller, header, body), self._num_to_copy
+            return lambda: self._wait(ticket)
 
     def drop_caller(self, caller: int, error: BaseException | None) -> None:
         """Stop all waiting for a worker that is gone."""
         with self._changed:
             if error is not None:
                 self.lost[caller] = error
+                if self._stops_at_loss:
+                    self._stop(error)
+                    return
                 self.server_update.lose(caller)
             self._tickets.pop(caller, None)
             self._leave(caller)
@@ -107,7 +131,26 @@ class Server(RpcService):
     def fail(self, error: BaseException) -> None:
         """End all waiting for this server."""
         with self._changed:
-            self._failure = error
+            self._is_broken |= not isinstance(error, CommunicationError)
+            self._stop(error)
+
+    def hold(self) -> Tensor | None:
+        """Stop serving, and return the state, from which another server can go on; None if this one has failed."""
+        with self._changed:
+            self._stop(CommunicationError("workers change"))
+            if self._is_broken:
+                return None
+            self.server_update.finish(self._shard)
+            return self._save({"used": self._shard.used})
+
+    def _stop(self, error: BaseException) -> None:
+        self._failure = self._failure or error
+        self._changed.notify_all()
+
+    def note_copied(self) -> None:
+        """Record that the standby has applied another request."""
+        with self._changed:
+            self._num_copied += 1
             self._changed.notify_all()
 
     def follow(self, step: int, workers: Collection[int]) -> None:
@@ -119,25 +162,26 @@ class Server(RpcService):
             clocks.follow(step, workers)
             self._settle()
 
-    def _swap(self, caller: int, header: RpcHeader, body: Tensor) -> Callable[[], RpcReply]:
+    def _swap(self, caller: int, header: RpcHeader, body: Tensor) -> "_Ticket":
         is_taken = self.server_update.push(self._shard, self._read_push(caller, header, body))
         self._shard.num_dropped += header.weight > 0 and not is_taken
         ticket = self._tickets[caller] = _Ticket(not is_taken)
         self.server_update.clocks.tick(caller)
         self._settle()
+        return ticket
 
-        def wait() -> RpcReply:
-            with self._changed:
-                while ticket.reply is None:
-                    self._check()
-                    self._changed.wait()
-                return ticket.reply
-
-        return wait
+    def _wait(self, ticket: "_Ticket") -> RpcReply:
+        """Return a ticket's reply, once it is there, and the standby has applied what it rests on."""
+        with self._changed:
+            while ticket.reply is None or self._num_copied < ticket.num_to_copy:
+                self._check()
+                self._changed.wait()
+            return ticket.reply
 
     def _read_push(self, caller: int, header: RpcHeader, body: Tensor) -> Push:
         mirror = self._mirrors[caller]
         push = Push(caller, header.clock, header.version, header.weight, header.value, [], [], [])
+        push.start, push.stop = header.start, header.stop
         if header.weight > 0:
             push.values, numbers = self._push_format.read(body, header.clock)
             push.rates, push.used = numbers[: self._num_groups], [flag > 0 for flag in numbers[self._num_groups :]]
@@ -152,6 +196,7 @@ class Server(RpcService):
                 self.server_update.clocks.read(worker)
                 clock, is_dropped = self.server_update.clocks.clocks[worker], float(ticket.is_dropped)
                 header = RpcHeader(RequestKind.SWAP, clock, self._shard.version, value=is_dropped)
+                ticket.num_to_copy = self._num_to_copy
                 ticket.reply = header, self._mirrors[worker].pull(self._shard, clock)
                 del self._tickets[worker]
         self._changed.notify_all()
@@ -177,13 +222,15 @@ class Server(RpcService):
             self._load(body)
         elif header.kind == RequestKind.COUNT:
             reply = pack_state({}, self._counts())
+        elif header.kind == RequestKind.PUSH_AGAIN:
+            self.server_update.push(shard, self._read_push(caller, header, body))
         return RpcHeader(header.kind, clock, shard.version), reply
 
-    def _save(self) -> Tensor:
+    def _save(self, more: Mapping[str, Any] | None = None) -> Tensor:
         tensors, scalars = self._shard.state()
         kept, numbers = self.server_update.state(self._shard)
         document = {"scalars": scalars, "version": self._shard.version, "server_update": numbers, **self._counts()}
-        return pack_state(tensors | kept, document)
+        return pack_state(tensors | kept, document | dict(more or {}))
 
     def _counts(self) -> dict[str, Any]:
         return {"delays": sorted(self._shard.delays.items()), "num_dropped": self._shard.num_dropped}
@@ -194,6 +241,7 @@ class Server(RpcService):
         self._shard.version = document.get("version", 0)
         self._shard.delays = Counter(dict(document.get("delays", ())))
         self._shard.num_dropped = document.get("num_dropped", 0)
+        self._shard.used = document.get("used", [])
         self.server_update.load_state(self._shard, tensors, document.get("server_update", {}))
 
     def _check(self) -> None:
@@ -208,6 +256,8 @@ class _Ticket:
     is_dropped: bool
     """Whether its push came too late."""
     reply: RpcReply | None = None
+    num_to_copy: int = 0
+    """Number of requests that the standby must have applied first."""
 
 
 class _Mirror:

@@ -1,8 +1,8 @@
 """The common settings of rules with servers, for servers and workers."""
 
 from abc import abstractmethod
-from collections.abc import Sequence
-from typing import Literal, Self
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, Self
 
 import torch
 from pydantic import Field, model_validator
@@ -12,6 +12,7 @@ from paceline.comm.group import Group
 from paceline.compression import Codec, NoCodec, RandomK
 from paceline.compression.message import message_bytes
 from paceline.errors import SettingsError
+from paceline.sync.parameter_server.meeting import find_missing
 from paceline.sync.parameter_server.shard import ServerUpdate
 from paceline.sync.rule import Rule, Traffic
 
@@ -23,10 +24,22 @@ class ServerSettings(Rule):
     """Number of servers that share the parameters, divided by bytes."""
     placement: Literal["beside", "own"] = "beside"
     """Place of servers: in the processes of the first workers (beside), or in their own processes (own)."""
+    num_standbys: int = Field(default=0, ge=0, le=1)
+    """Number of standbys of each server: another worker, on another host if there is one, makes the same updates, and
+    the others go on from its state if the server is lost."""
     codec: Codec = NoCodec()
     """Codec of pushes."""
     pull_codec: Codec = NoCodec()
     """Codec of pulls, which then send differences from the worker's parameters."""
+
+    @model_validator(mode="after")
+    def _check_standbys(self) -> Self:
+        if self.num_standbys and (self.placement == "own" or self.follows_first):
+            raise SettingsError(
+                "num_standbys must be 0 where workers cannot go on without a lost one, as with placement own, and with "
+                f"several servers and backups, but got {self.num_standbys}; leave it out"
+            )
+        return self
 
     @model_validator(mode="after")
     def _check_pull_codec(self) -> Self:
@@ -43,6 +56,24 @@ class ServerSettings(Rule):
     def sums_samples(self) -> bool:
         """Whether pushes count by their weight; else each is a mean, and counts as one."""
         return True
+
+    @property
+    def applies_at_once(self) -> bool:
+        """Whether servers apply a push on arrival; else with those of other workers."""
+        return False
+
+    @property
+    def survives_loss(self) -> bool:
+        """Whether servers run beside workers, who then go on from what the servers of those that are left have."""
+        return self.placement == "beside" and not self.follows_first
+
+    def fit_workers(self, num_workers: int) -> Self:
+        """Return the rule with no more servers than workers."""
+        return self.model_copy(update={"num_servers": min(self.num_servers, num_workers)})
+
+    def find_missing(self, held: Sequence[Mapping[str, Any]]) -> str:
+        """Return which servers are lost, or why they do not fit each other; empty if they can go on."""
+        return find_missing(held, steps_together=not self.is_asynchronous)
 
     @property
     def follows_first(self) -> bool:
@@ -70,11 +101,12 @@ class ServerSettings(Rule):
         """Return the update that the server of that number applies pushes with."""
 
     def traffic(self, shapes: Sequence[Size], num_workers: int) -> tuple[Traffic, ...]:
-        """A push and a pull a step."""
+        """A push and a pull a step; servers send pushes on to standbys."""
         num_bytes = 4 * sum(shape.numel() for shape in shapes)
         blocks = {str(number): shape for number, shape in enumerate(shapes)}
         push, pull = (message_bytes(codec, blocks) for codec in (self.codec, self.pull_codec))
-        return (
+        served = (
             Traffic("push", num_bytes, push, peers="servers"),
             Traffic("pull", num_bytes, pull, peers="servers"),
         )
+        return (*served, Traffic("standby", num_bytes, push, peers="servers")) if self.num_standbys else served

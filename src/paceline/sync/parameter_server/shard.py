@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from paceline.sync.parameter_server.blocks import PackedTensors, ParameterBlock, copy_all
 from paceline.sync.parameter_server.clocks import Clocks
+from paceline.sync.parameter_server.used import Ranges, add_range
 
 
 @dataclass
@@ -27,6 +28,8 @@ class Push:
         used: Whether each block had a gradient.
         values: Gradients or updates, by block.
         known: Parameters that the push was computed from, by block, if the update needs them.
+        start: First position of its samples; number of the step, if all workers step together.
+        stop: End of them.
     """
 
     worker: int
@@ -38,6 +41,8 @@ class Push:
     used: Sequence[bool]
     values: Sequence[Tensor]
     known: Sequence[Tensor] = ()
+    start: int = 0
+    stop: int = 0
 
 
 class ServerUpdate(ABC):
@@ -45,10 +50,7 @@ class ServerUpdate(ABC):
 
     Attributes:
         clocks: Clocks that decide which workers wait.
-        needs_known: Whether the rule needs the parameters that a push was computed from.
     """
-
-    needs_known: bool = False
 
     def __init__(self, clocks: Clocks) -> None:
         self.clocks = clocks
@@ -59,6 +61,9 @@ class ServerUpdate(ABC):
 
     def settle(self, shard: "Shard") -> None:
         """Do everything that became due when a worker's clock moved, or it left."""
+
+    def finish(self, shard: "Shard") -> None:
+        """Apply what arrived and waits for more, since no more will come."""
 
     def lose(self, worker: int) -> None:
         """Take note of a worker that is lost, before its clock is removed."""
@@ -91,6 +96,8 @@ class Shard:
         """Number of pushes by delay: the number of others' updates between their pull and them."""
         self.num_dropped = 0
         """Number of pushes that came too late for their step."""
+        self.used: Ranges = []
+        """Work that the parameters have: positions of samples, or numbers of steps if all workers step together."""
         with torch.no_grad():
             copy_all(self.values.tensors, [block.of(parameters[block.parameter]) for block in blocks])
         self.parameters = [nn.Parameter(tensor) for tensor in self.values.tensors]
@@ -105,6 +112,10 @@ class Shard:
             group["params"] = [mine for p in group["params"] for mine in by_original.get(id(p), [])]
             if "capturable" in group:
                 group["capturable"] = False  # for GPUs only; these are in host memory
+
+    def note_used(self, push: Push) -> None:
+        """Record that a push has been applied, or is certain to be."""
+        self.used = add_range(self.used, push.start, push.stop)
 
     def step(self, gradients: Sequence[Tensor], used: Sequence[bool], rates: Sequence[float]) -> None:
         """Take a step of the optimizer."""

@@ -36,6 +36,11 @@ class SSP(ServedRule):
         """Always true."""
         return True
 
+    @property
+    def applies_at_once(self) -> bool:
+        """Whether updates are added on arrival; with staleness 0 those of a step are added together."""
+        return self.staleness > 0
+
     def start_server_update(
         self, num_workers: int, optimizer: torch.optim.Optimizer, *, number: int = 0
     ) -> ServerUpdate:
@@ -68,8 +73,10 @@ class _AddUpdates(ServerUpdate):
 
     def push(self, shard: Shard, push: Push) -> bool:
         """Add the update."""
-        clock = self.clocks.clocks[push.worker]
-        self._weights.setdefault(clock, {})[push.worker] = push.weight
+        shard.note_used(push)
+        if push.worker in self.clocks.clocks:  # else it is made again, while nobody steps
+            clock = self.clocks.clocks[push.worker]
+            self._weights.setdefault(clock, {})[push.worker] = push.weight
         if push.weight > 0:
             shard.delays[shard.version - push.version] += 1
             step_weight = self._step_weight or push.weight * self._num_workers

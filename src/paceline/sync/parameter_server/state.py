@@ -56,6 +56,24 @@ def join_blocks(tensors: Mapping[str, Tensor], blocks: Sequence[ParameterBlock])
     return {name: torch.cat(parts) if len(parts) > 1 else parts[0] for name, parts in joined.items()}
 
 
+def join_servers(
+    bodies: Mapping[int, Tensor], blocks_by_server: Sequence[Sequence[ParameterBlock]]
+) -> dict[str, Tensor]:
+    """Return the states of all servers as tensors by parameter, and a document of each as ``document/<number>``.
+
+    Args:
+        bodies: States from servers, by number.
+        blocks_by_server: Blocks of each server.
+    """
+    tensors: dict[str, Tensor] = {}
+    documents: dict[str, Tensor] = {}
+    for number, body in bodies.items():
+        saved, document = unpack_state(body)
+        tensors |= saved
+        documents[f"document/{number}"] = pack_state({}, document)
+    return join_blocks(tensors, [block for blocks in blocks_by_server for block in blocks]) | documents
+
+
 def cut_blocks(tensors: Mapping[str, Tensor], blocks: Sequence[ParameterBlock]) -> dict[str, Tensor]:
     """Return each block's part of the result of `join_blocks`."""
     cut = {}

@@ -45,9 +45,10 @@ class ParameterServer(ServedRule):
 
     @model_validator(mode="after")
     def _check_hosts(self) -> Self:
-        if self.host_size != 1 and (self.num_backups or self.placement == "own"):
+        if self.host_size != 1 and (self.num_backups or self.num_standbys or self.placement == "own"):
             raise SettingsError(
-                f"host_size must be 1 with backup workers or placement own, but got {self.host_size}; leave it out"
+                f"host_size must be 1 with backup workers, standbys or placement own, but got "
+                f"{self.host_size}; leave it out"
             )
         return self
 
@@ -60,6 +61,16 @@ class ParameterServer(ServedRule):
     def follows_first(self) -> bool:
         """Whether there are backup workers and several servers, which would each use the gradients of others."""
         return self.num_backups > 0 and self.num_servers > 1
+
+    @property
+    def survives_loss(self) -> bool:
+        """Whether servers run beside workers, and each worker talks to them for itself."""
+        return super().survives_loss and self.host_size == 1
+
+    def fit_workers(self, num_workers: int) -> Self:
+        """Return the rule with no more servers, and fewer backups, than workers."""
+        fitted = super().fit_workers(num_workers)
+        return fitted.model_copy(update={"num_backups": min(self.num_backups, num_workers - 1)})
 
     @property
     def carries_momentum(self) -> bool:

@@ -1,0 +1,58 @@
+"""Processes of this machine, written down for others, which find them again and take no other for them."""
+
+import json
+import os
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Self
+
+from paceline.comm.stacks import find_host_of_processes, started_at
+
+
+@dataclass(frozen=True)
+class ProcessRecord:
+    """One process, or one launcher or worker that it was.
+
+    Args:
+        pid: Number of the process.
+        started: Time at which it started, in ticks since boot, which tells it from others of the same number.
+        host: Key of the machine that it runs on, of this boot.
+        number: Number of the launcher, or of the one that asked for the worker: later ones of a run have higher ones.
+        is_abandoned: Whether the worker saves and ends, since no launcher came back in time.
+        code: Exit code of the process, which it writes down just before its end.
+    """
+
+    pid: int
+    started: int
+    host: str
+    number: int
+    is_abandoned: bool = False
+    code: int | None = None
+
+    @classmethod
+    def of_this_process(cls, number: int) -> Self:
+        """Return the record of the process that calls."""
+        return cls(os.getpid(), started_at(os.getpid()), find_host_of_processes(), number)
+
+    @classmethod
+    def load(cls, path: Path) -> Self | None:
+        """Return the record in a file; None if there is none that can be read."""
+        try:
+            return cls(**json.loads(path.read_text()))
+        except (OSError, ValueError, TypeError):
+            return None
+
+    def save(self, path: Path) -> None:
+        """Write a file in place of any that is there.
+
+        Raises:
+            OSError: The file cannot be written.
+        """
+        new = path.with_name(f".{path.name}.{self.pid}")
+        new.write_text(json.dumps(asdict(self)))
+        new.replace(path)
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether the process runs on this machine."""
+        return self.started > 0 and self.host == find_host_of_processes() and started_at(self.pid) == self.started
