@@ -25,6 +25,10 @@ NOT_RUN = {
     "torchrun --nproc-per-node 2 examples/gpt2_library.py": "tests/examples",
     "paceline export runs/first --to my-gpt2": "it takes a model of the transformers library: tests/exporting",
     "paceline checkpoint diff runs/first --which 300 runs/first --other 400": "two that differ: tests/cli",
+    "paceline data index photos": "photos of the reader's: tests/cli/test_data_command.py",
+    "paceline data check photos": "the same",
+    "paceline data prepare photos shards --format tar --shard_bytes 64MB": "the same",
+    "make data-peers && paceline bench data --peers_python .data-peers/bin/python": "it downloads",
     "for try in 1 2 3 4 5; do torchrun --nproc-per-node 4 --max-restarts 3 own_loop.py && break; sleep 5; done": (
         "own_loop.py is run without"
     ),
@@ -35,12 +39,15 @@ FLAGS = ("--go_on",)
 FAST_TRAINING = {"mine.py", "points.py", "sentences.py", "my_rule.py", "my_codec.py", "my_program.py"}
 """Files that train on up to three workers in every run of the tests; all other commands train in the slow ones."""
 TOO_LARGE = {"transformer_lm_1b": "eight ranks of it take 20 GB", "4096": "sequences of 4,096 tokens take minutes"}
+ELSEWHERE = {"shards", "stories.jsonl", "all.txt"}
+"""Data of the reader's, on which tests of the commands on data and of packing train."""
 SMALLER = {
     ("compare", "codecs"): "--seeds 1 --only none,int8 --num_steps 2 --evaluate_samples 4",
     ("compare", "sync"): "--seeds 1 --only every_step,local_sgd --num_steps 2 --evaluate_samples 4",
     ("compare", "gossip"): "--seeds 1 --only ring --workers 4 --num_steps 2",
     ("bench", "codecs"): "--num_elements 5000 --num_pairs 2",
     ("bench", "checkpoints"): "--megabytes 8 --num_rounds 2",
+    ("bench", "data"): "",
     ("bench", "collectives"): '--num_pairs 2 --sizes ["4KiB"] --local_workers [2]',
 }
 LONG = "it takes root, and hosts with limited links, or many trainings: tests/benchmarks has it"
@@ -70,7 +77,7 @@ def name(words: Sequence[str]) -> str:
 
 def test_each_command_is_run_by_some_test_here_or_listed():
     runs = {"train", "memory", "recipes", "verify", "simulate", "report", "trace", "export", "evaluate"}
-    runs |= {"compare", "bench", "reproduce", "checkpoint"}
+    runs |= {"compare", "bench", "reproduce", "checkpoint", "data"}
     files = {block.file for block in list_blocks("python")}
     left = []
     for words in COMMANDS:
@@ -112,6 +119,8 @@ def test_a_run_trains(words, after_a_run, run_here):
     for word, reason in TOO_LARGE.items():
         if word in words:
             pytest.skip(reason)
+    if ELSEWHERE.intersection(words):
+        pytest.skip("it needs data of the reader's: tests/cli/test_data_command.py, tests/data/test_packing.py")
     recipe, options, overrides = part_options(words)
     if "model.safetensors" in words:
         assert run_here("export", "runs/first", "--to", "model.safetensors").returncode == 0
@@ -137,7 +146,9 @@ def test_a_run_trains(words, after_a_run, run_here):
 
 
 @pytest.mark.parametrize(
-    "words", find("memory", "recipes", "verify", "simulate", "report", "trace", "export", "checkpoint"), ids=name
+    "words",
+    find("memory", "recipes", "verify", "simulate", "report", "trace", "export", "checkpoint", "data"),
+    ids=name,
 )
 def test_a_command_runs_as_it_stands(words, after_a_run, run_here):
     if reason := NOT_RUN.get(name(["paceline", *words])):

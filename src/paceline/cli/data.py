@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     from paceline.data.formats.check import Found
 
 commands = typer.Typer(no_args_is_help=True, help="Index, check, convert or order the samples of a data set.")
-commands.command(cls=OverridesCommand.of(find_run))(order)
 
 Place = Annotated[str, typer.Argument(metavar="DATA", help="Folder or file of the data.")]
 FormatName = Annotated[str, typer.Option("--format", help="Format of the files; auto for what their names say.")]
@@ -102,6 +101,9 @@ def prepare(
         "times its samples"
     )
     typer.echo(f"fingerprint {prepared.manifest.fingerprint}")
+
+
+commands.command(cls=OverridesCommand.of(find_run))(order)
 
 
 def parse_bytes(text: str) -> int:

@@ -17,7 +17,7 @@ from paceline.data.map_source import collate
 from paceline.data.mixing import warn_of_clumps
 from paceline.data.open_dataset import OpenDataset
 from paceline.data.order import Interval
-from paceline.data.pipeline import MAX_READERS, PartReader, ReadingClock, ReadSettings, has_fetch
+from paceline.data.pipeline import MAX_READERS, PartReader, ReadingClock, ReadPart, ReadSettings, has_fetch
 from paceline.data.randomness import watch_draws
 from paceline.data.read_by_measurement import read_by_measurement
 from paceline.data.read_steps import StepReads, read_here, read_in_processes, read_in_threads
@@ -177,6 +177,6 @@ class StepReader:
                 return
             step = self.micro_batches.cut(ledger.claim(self.dataset.order, len(samples)))
             with clock.timing("collate"):
-                read = [collate(samples[a - start : b - start], self.dataset.collate_fn) for a, b in step.parts]
-                made = step.make_batches(read, device)
+                collated = [collate(samples[a - start : b - start], self.dataset.collate_fn) for a, b in step.parts]
+                made = step.make_batches([ReadPart(data, ()) for data in collated], device)
             yield made

@@ -1,0 +1,66 @@
+"""Runs whose data lies in an object store."""
+
+import numpy as np
+import pytest
+from file_samples import make_images, write_shards
+from store_fixtures import use_endpoint
+
+from paceline.data import FileSource
+from paceline.data.formats.index import write_index
+from paceline.data.formats.opening import open_place
+from paceline.errors import DataError
+from paceline.monitor import StoreRead, read_log
+from paceline.testing.object_server import ObjectServer
+
+SMALL = ("--data.size", 8, "--model.width", 4, "--global_batch", 6, "--num_steps", 4, "--evaluate_samples", 2)
+
+
+@pytest.fixture
+def server(tmp_path, monkeypatch):
+    """Yield a store that holds shards and their index under ``s3://bucket/photos``."""
+    write_shards(tmp_path / "photos", "tar", make_images(30), num_shards=3)
+    write_index(open_place(tmp_path / "photos"), "auto")
+    files = [file for file in sorted((tmp_path / "photos").rglob("*")) if file.is_file()]
+    objects = {f"bucket/{file.relative_to(tmp_path)}": file.read_bytes() for file in files}
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    with ObjectServer(objects).running() as server:
+        use_endpoint(monkeypatch, server.endpoint)
+        yield server
+
+
+def test_a_run_trains_from_a_store_as_from_its_copy_here(server, tmp_path, run_here):
+    losses = []
+    for name, place in (("far", "s3://bucket/photos"), ("near", tmp_path / "photos")):
+        trained = run_here(
+            *("train", "resnet", "--workers", 2, "--out", tmp_path / name, "--data", "files", "--data.path", place),
+            *("--order", "windows", "--augment", '["flip"]', *SMALL),
+        )
+        assert trained.returncode == 0, trained.stdout + trained.stderr
+        losses.append(trained.stdout.rpartition("finished: held-out loss")[2].split()[0])
+    assert losses[0] == losses[1]
+    read = [one.event for one in read_log(tmp_path / "far" / "events.jsonl") if isinstance(one.event, StoreRead)]
+    assert read
+    assert sum(event.store_bytes for event in read) > 0
+
+
+def test_samples_of_one_file_are_read_from_its_url(server, tmp_path):
+    shard = sorted((tmp_path / "photos").glob("*.tar"))[1]
+    place = open_place(shard)
+    write_index(place, "auto")
+    for file in (tmp_path / "photos" / place.index_folder).iterdir():
+        server.objects[f"bucket/{file.relative_to(tmp_path)}"] = file.read_bytes()
+    far = FileSource(f"s3://bucket/photos/{shard.name}")
+    assert len(far) == 10
+    assert far.fingerprint == FileSource(shard).fingerprint
+    far.storage.close()
+
+
+def test_a_block_that_is_not_as_it_was_indexed_is_refused(server, tmp_path):
+    name = next(name for name in server.objects if name.endswith(".tar"))
+    content = bytearray(server.objects[name])
+    content[len(content) // 2] ^= 1
+    server.objects[name] = bytes(content)
+    source = FileSource("s3://bucket/photos")
+    with pytest.raises(DataError, match=name.rpartition("/")[2]):
+        source.read(np.arange(len(source)))
+    source.storage.close()
