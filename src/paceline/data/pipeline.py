@@ -9,6 +9,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
+import numpy as np
+
 from paceline.data.augment.augmenter import Augmenter
 from paceline.data.base import Source
 from paceline.data.batch import Batch, list_tensors
@@ -49,15 +51,32 @@ class ReadSettings:
 
 
 @dataclass(frozen=True)
-class FetchedPart:
-    """One micro-batch whose samples are fetched, and not decoded yet."""
+class PlannedPart:
+    """One micro-batch that is to be read, in slices that may be read apart."""
 
     part: Interval
     wide: Interval
-    """Positions that were read: those of the part, with partners for mixing."""
+    """Positions to read: those of the part, with partners for mixing."""
     indices: Indices
-    fetched: Any
+    slices: list[Indices]
+    """Indices in order, one slice or more."""
+
+
+@dataclass(frozen=True)
+class Fetched:
+    """Samples that are fetched, and not decoded yet."""
+
+    samples: Any
     fetch_s: float
+
+
+@dataclass(frozen=True)
+class Decoded:
+    """Samples that are decoded, and not augmented yet."""
+
+    samples: Any
+    fetch_s: float
+    decode_s: float
 
 
 @dataclass(frozen=True)
@@ -101,28 +120,44 @@ class PartReader:
         return self.source.is_thread_safe and (self._augmenter is None or self._augmenter.is_thread_safe)
 
     def read(self, part: Interval, *, seeded: bool = False) -> ReadPart:
-        """Return the micro-batch of a part: see `finish`."""
-        return self.finish(self.fetch(part), seeded=seeded)
-
-    def fetch(self, part: Interval) -> FetchedPart:
-        """Return the micro-batch of a part, fetched."""
-        began_s = time.perf_counter()
-        wide = part if self._augmenter is None else self._augmenter.widen(part)
-        indices = self._order.samples_at(wide)
-        fetched = self.source.fetch(indices)
-        return FetchedPart(part, wide, indices, fetched, time.perf_counter() - began_s)
-
-    def finish(self, part: FetchedPart, *, seeded: bool = False) -> ReadPart:
-        """Return a micro-batch, decoded, augmented and collated.
+        """Return the micro-batch of a part.
 
         Args:
-            part: Micro-batch, fetched.
+            part: Positions of the micro-batch.
             seeded: Whether the global random generators are this process's own, to be seeded for each sample.
         """
-        marks_s, source = [time.perf_counter()], self.source
-        seeds = [derive_seed(self._order.seed, position) for position in range(*part.wide)] if seeded else None
-        decoded = source.decode(part.fetched, seeds)
-        marks_s.append(time.perf_counter())
+        plan = self.plan(part)
+        seeds = [derive_seed(self._order.seed, position) for position in range(*plan.wide)] if seeded else None
+        return self.finish(plan, [self.decode(self.fetch(plan.indices), seeds)])
+
+    def plan(self, part: Interval, num_slices: int = 1) -> PlannedPart:
+        """Return what to read for a part.
+
+        Args:
+            part: Positions of the micro-batch.
+            num_slices: Number of slices, where the source decodes samples and not batches; else there is one.
+        """
+        wide = part if self._augmenter is None else self._augmenter.widen(part)
+        indices = self._order.samples_at(wide)
+        number = max(1, min(num_slices, len(indices))) if self.source.decodes_samples else 1
+        return PlannedPart(part, wide, indices, np.array_split(indices, number))
+
+    def fetch(self, indices: Indices) -> Fetched:
+        """Return the samples at some indices, fetched."""
+        began_s = time.perf_counter()
+        samples = self.source.fetch(indices)
+        return Fetched(samples, time.perf_counter() - began_s)
+
+    def decode(self, fetched: Fetched, seeds: Sequence[int] | None = None) -> Decoded:
+        """Return samples, decoded; with seeds each has its own random numbers."""
+        began_s = time.perf_counter()
+        samples = self.source.decode(fetched.samples, seeds)
+        return Decoded(samples, fetched.fetch_s, time.perf_counter() - began_s)
+
+    def finish(self, plan: PlannedPart, slices: Sequence[Decoded]) -> ReadPart:
+        """Return a micro-batch, augmented and collated, given its slices in order."""
+        began_s, source = time.perf_counter(), self.source
+        decoded = slices[0].samples if len(slices) == 1 else [sample for one in slices for sample in one.samples]
         collate_s = 0.0
 
         def collate(samples: list[Any]) -> Any:
@@ -135,16 +170,17 @@ class PartReader:
         if self._augmenter is not None:
             data = self._augmenter.apply(
                 decoded,
-                part.part,
-                part.wide,
-                part.indices,
+                plan.part,
+                plan.wide,
+                plan.indices,
                 collate if source.decodes_samples else None,
                 stacks=source.stacks,
             )
         else:
             data = collate(decoded) if source.decodes_samples else decoded
-        marks_s.append(time.perf_counter())
-        return ReadPart(data, (part.fetch_s, marks_s[1] - marks_s[0], marks_s[2] - marks_s[1] - collate_s, collate_s))
+        augment_s = time.perf_counter() - began_s - collate_s
+        fetch_s, decode_s = sum(one.fetch_s for one in slices), sum(one.decode_s for one in slices)
+        return ReadPart(data, (fetch_s, decode_s, augment_s, collate_s))
 
 
 @dataclass(frozen=True)
