@@ -109,6 +109,7 @@ class BadSampleCount:
 
     def __init__(self, settings: BadSamples) -> None:
         self.settings = settings
+        self.is_fatal, self.skips = settings.action == "fatal", settings.action == "skip"
         self._known: set[int] = set()
         self._new: queue.SimpleQueue[FoundBadSample] = queue.SimpleQueue()
 

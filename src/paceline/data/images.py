@@ -145,7 +145,7 @@ class ArrayImages(Source):
 class FileImages(Source):
     """Image files, decoded as RGB and resized when read."""
 
-    is_thread_safe = True
+    is_thread_safe = decodes_samples = True
 
     def __init__(self, samples: _Samples, num_classes: int, size: int, decoder: Decoder = "pillow"):
         self.spec = Spec(num_classes, (3, size, size))
@@ -163,7 +163,7 @@ class FileImages(Source):
         Raises:
             BadSample: A file is no image, or is damaged.
         """
-        return self.decode(self.fetch(indices))
+        return self.collate(self.decode(self.fetch(indices)))
 
     def fetch(self, indices: Indices) -> tuple[Indices, list[bytes]]:
         """Return the indices, and the bytes of their files.
@@ -173,15 +173,31 @@ class FileImages(Source):
         """
         return indices, [_read_file(self._paths[index]) for index in indices]
 
-    def decode(self, fetched: tuple[Indices, list[bytes]], seeds: Sequence[int] | None = None) -> tuple[Tensor, Tensor]:
-        """Return images_BCSS and labels_B of files; see `read`."""
+    def decode(
+        self, fetched: tuple[Indices, list[bytes]], seeds: Sequence[int] | None = None
+    ) -> list[tuple[Tensor, Tensor]]:
+        """Return an image (3, S, S) of bytes and a label of each file; see `read`."""
         indices, files = fetched
         size = self.spec.input_shape[-1]
         pixels = np.empty((len(files), size, size, 3), dtype=np.uint8)
         for row, (index, file) in enumerate(zip(indices, files, strict=True)):
             pixels[row] = decode_image(file, size, name=str(self._paths[index]), decoder=self._decoder)
-        images = torch.from_numpy(pixels).permute(0, 3, 1, 2).contiguous().float()
-        return normalise(images), self._labels_N[torch.from_numpy(indices)]
+        images = torch.from_numpy(pixels).permute(0, 3, 1, 2)
+        return list(zip(images, self._labels_N[torch.from_numpy(indices)], strict=True))
+
+    def collate(self, samples: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+        """Return images (float32, -1..1) and labels of images of bytes, all of one size.
+
+        NumPy computes, in this thread alone: the threads of torch's operations would wait for those that decode.
+        """
+        shape = samples[0][0].shape if samples else self.spec.input_shape
+        images = np.empty((len(samples), *shape), dtype=np.float32)
+        for row, (image, _) in zip(images, samples, strict=True):
+            np.copyto(row, image.numpy())
+            row /= HALF_RANGE
+            row -= 1
+        labels = torch.tensor([int(label) for _, label in samples], dtype=torch.int64)
+        return torch.from_numpy(images), labels
 
 
 def normalise(images: Tensor) -> Tensor:

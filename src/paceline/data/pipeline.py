@@ -9,8 +9,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
+import numpy as np
+
 from paceline.data.augment.augmenter import Augmenter
-from paceline.data.bad_samples import BadSampleCount, FoundBadSample, read_good
+from paceline.data.bad_samples import BadSampleCount, FoundBadSample, GoodSamples, read_good
 from paceline.data.base import Source
 from paceline.data.batch import Batch, list_tensors, select
 from paceline.data.order import GlobalOrder, Interval
@@ -52,17 +54,36 @@ class ReadSettings:
 
 
 @dataclass(frozen=True)
-class FetchedPart:
-    """One micro-batch whose samples are fetched, and not decoded yet."""
+class PlannedPart:
+    """One micro-batch that is to be read, in slices that may be read apart."""
 
     part: Interval
     wide: Interval
-    """Positions that were read: those of the part, with partners for mixing."""
+    """Positions to read: those of the part, with partners for mixing."""
     indices: Indices
-    fetched: Any
+    slices: list[Indices]
+    """Indices in order, one slice or more."""
+
+
+@dataclass(frozen=True)
+class Fetched:
+    """Samples that are fetched, and not decoded yet."""
+
+    samples: Any
     fetch_s: float
     is_bad: bool = False
     """Whether a sample could not be fetched."""
+
+
+@dataclass(frozen=True)
+class Decoded:
+    """Samples that are decoded, and not augmented yet."""
+
+    samples: Any
+    fetch_s: float
+    decode_s: float
+    is_bad: bool = False
+    """Whether a sample could not be fetched or decoded."""
 
 
 @dataclass(frozen=True)
@@ -114,35 +135,59 @@ class PartReader:
         return self.source.is_thread_safe and (self._augmenter is None or self._augmenter.is_thread_safe)
 
     def read(self, part: Interval, *, seeded: bool = False) -> ReadPart:
-        """Return the micro-batch of a part: see `finish`."""
-        return self.finish(self.fetch(part), seeded=seeded)
-
-    def fetch(self, part: Interval) -> FetchedPart:
-        """Return the micro-batch of a part, fetched."""
-        began_s = time.perf_counter()
-        wide = part if self._augmenter is None else self._augmenter.widen(part)
-        indices = self._order.samples_at(wide)
-        fetched, is_bad = None, False
-        try:
-            fetched = self.source.fetch(indices)
-        except BadSample:
-            if self._is_fatal:
-                raise
-            is_bad = True
-        return FetchedPart(part, wide, indices, fetched, time.perf_counter() - began_s, is_bad)
-
-    def finish(self, part: FetchedPart, *, seeded: bool = False) -> ReadPart:
-        """Return a micro-batch, decoded, augmented and collated.
+        """Return the micro-batch of a part.
 
         Args:
-            part: Micro-batch, fetched.
+            part: Positions of the micro-batch.
             seeded: Whether the global random generators are this process's own, to be seeded for each sample.
         """
-        marks_s, source = [time.perf_counter()], self.source
-        seeds = [derive_seed(self._order.seed, position) for position in range(*part.wide)] if seeded else None
-        decoded, kept, found = self._decode(part, seeds)
-        marks_s.append(time.perf_counter())
-        collate_s = 0.0
+        plan = self.plan(part)
+        seeds = [derive_seed(self._order.seed, position) for position in range(*plan.wide)] if seeded else None
+        return self.finish(plan, [self.decode(self.fetch(plan.indices), seeds)], seeds)
+
+    def plan(self, part: Interval, num_slices: int = 1) -> PlannedPart:
+        """Return what to read for a part.
+
+        Args:
+            part: Positions of the micro-batch.
+            num_slices: Number of slices, where the source decodes samples and not batches; else there is one.
+        """
+        wide = part if self._augmenter is None else self._augmenter.widen(part)
+        indices = self._order.samples_at(wide)
+        number = max(1, min(num_slices, len(indices))) if self.source.decodes_samples else 1
+        return PlannedPart(part, wide, indices, np.array_split(indices, number))
+
+    def fetch(self, indices: Indices) -> Fetched:
+        """Return the samples at some indices, fetched."""
+        began_s, samples, is_bad = time.perf_counter(), None, False
+        try:
+            samples = self.source.fetch(indices)
+        except BadSample:
+            if self.bad_samples.is_fatal:
+                raise
+            is_bad = True
+        return Fetched(samples, time.perf_counter() - began_s, is_bad)
+
+    def decode(self, fetched: Fetched, seeds: Sequence[int] | None = None) -> Decoded:
+        """Return samples, decoded; with seeds each has its own random numbers."""
+        began_s, samples, is_bad = time.perf_counter(), None, fetched.is_bad
+        try:
+            samples = None if is_bad else self.source.decode(fetched.samples, seeds)
+        except BadSample:
+            if self.bad_samples.is_fatal:
+                raise
+            is_bad = True
+        return Decoded(samples, fetched.fetch_s, time.perf_counter() - began_s, is_bad)
+
+    def finish(self, plan: PlannedPart, slices: Sequence[Decoded], seeds: Sequence[int] | None = None) -> ReadPart:
+        """Return a micro-batch, augmented and collated, given its slices in order."""
+        source, good = self.source, None
+        if any(one.is_bad for one in slices):
+            good = self._read_good(plan, seeds)
+            decoded = good.data
+        else:
+            decoded = slices[0].samples if len(slices) == 1 else [sample for one in slices for sample in one.samples]
+        began_s, collate_s = time.perf_counter(), 0.0
 
         def collate(samples: list[Any]) -> Any:
             nonlocal collate_s
@@ -151,48 +196,38 @@ class PartReader:
             collate_s += time.perf_counter() - began_s
             return batch
 
+        kept = None if good is None or not self.bad_samples.skips else good.kept
         if self._augmenter is not None:
             data = self._augmenter.apply(
                 decoded,
-                part.part,
-                part.wide,
-                part.indices,
+                plan.part,
+                plan.wide,
+                plan.indices,
                 collate if source.decodes_samples else None,
                 stacks=source.stacks,
             )
-            if found and self.bad_samples.settings.action == "skip":
-                data, kept = _drop(data, part, kept)
+            if kept is not None:
+                data, kept = _drop(data, plan, kept)
         else:
             data = collate(decoded) if source.decodes_samples else decoded
-        marks_s.append(time.perf_counter())
-        times = (part.fetch_s, marks_s[1] - marks_s[0], marks_s[2] - marks_s[1] - collate_s, collate_s)
-        num_samples = part.part.num_samples
-        return ReadPart(data, times, 0 if kept is None else num_samples - len(kept), found)
+        augment_s = time.perf_counter() - began_s - collate_s
+        times = (sum(one.fetch_s for one in slices), sum(one.decode_s for one in slices), augment_s, collate_s)
+        num_lost = 0 if kept is None else plan.part.num_samples - len(kept)
+        return ReadPart(data, times, num_lost, () if good is None else good.found)
 
-    @property
-    def _is_fatal(self) -> bool:
-        return self.bad_samples.settings.action == "fatal"
+    def _read_good(self, plan: PlannedPart, seeds: Sequence[int] | None) -> GoodSamples:
+        """Return a part's samples without the bad ones.
 
-    def _decode(self, part: FetchedPart, seeds: list[int] | None) -> tuple[Any, list[int] | None, list[FoundBadSample]]:
-        """Return what was decoded, the places of the samples that are no bad ones (None for all), and the bad ones.
-
-        Where samples are augmented, bad ones have a neighbour in their place until that is done.
+        Where samples are augmented, or replaced, bad ones have a neighbour in their place.
         """
-        if not part.is_bad:
-            try:
-                return self.source.decode(part.fetched, seeds), None, []
-            except BadSample:
-                if self._is_fatal:
-                    raise
-        skips = self.bad_samples.settings.action == "skip"
-        read = read_good(self.source, part.indices, seeds, replaces=not skips or self._augmenter is not None)
-        return read.data, read.kept if skips else None, read.found
+        replaces = self._augmenter is not None or not self.bad_samples.skips
+        return read_good(self.source, plan.indices, seeds, replaces=replaces)
 
 
-def _drop(data: Any, part: FetchedPart, kept: list[int] | None) -> tuple[Any, list[int]]:
+def _drop(data: Any, plan: PlannedPart, kept: list[int]) -> tuple[Any, list[int]]:
     """Return a part's samples without the bad ones, or the first if there is no other; and the places that are left."""
-    first, num_samples = part.part.start - part.wide.start, part.part.num_samples
-    left = [place - first for place in kept or [] if 0 <= place - first < num_samples]
+    first, num_samples = plan.part.start - plan.wide.start, plan.part.num_samples
+    left = [place - first for place in kept if 0 <= place - first < num_samples]
     return select(data, left or [0], num_samples), left
 
 

@@ -24,7 +24,7 @@ from torch.utils.data import DataLoader, Dataset
 from paceline.comm.streams import SideStream
 from paceline.data.batch import Batch, map_tensors
 from paceline.data.order import Interval
-from paceline.data.pipeline import PartReader, ReadingClock, ReadPart
+from paceline.data.pipeline import Decoded, Fetched, PartReader, PlannedPart, ReadingClock, ReadPart
 
 
 @dataclass(frozen=True)
@@ -87,6 +87,9 @@ def read_in_threads(
 ) -> Iterator[list[Batch]]:
     """Yield the micro-batches of each step: one thread fetches, others decode, augment and collate.
 
+    Where the source decodes samples, all threads decode those of one micro-batch at a time, so that the first one comes
+    as soon as it can.
+
     Args:
         reader: Reader of micro-batches.
         steps: Steps to read; at most ``num_threads + 1`` of them at a time.
@@ -101,8 +104,10 @@ def read_in_threads(
     ):
 
         def begin(part: Interval) -> Future[ReadPart]:
-            fetched = fetching.submit(reader.fetch, part)
-            return pool.submit(lambda: reader.finish(fetched.result()))
+            shared = _SharedPart(reader, reader.plan(part, num_threads))
+            for number, indices in enumerate(shared.plan.slices):
+                pool.submit(shared.decode, number, fetching.submit(reader.fetch, indices))
+            return shared.read
 
         try:
             while True:
@@ -120,6 +125,38 @@ def read_in_threads(
         finally:
             fetching.shutdown(wait=False, cancel_futures=True)
             pool.shutdown(wait=False, cancel_futures=True)
+
+
+class _SharedPart:
+    """One micro-batch whose slices several threads decode; the one that is last puts them together, and none waits."""
+
+    def __init__(self, reader: PartReader, plan: PlannedPart) -> None:
+        self.plan, self._reader = plan, reader
+        self.read: Future[ReadPart] = Future()
+        self._decoded: list[Decoded | BaseException | None] = [None] * len(plan.slices)
+        self._num_left, self._lock = len(plan.slices), threading.Lock()
+
+    def decode(self, number: int, fetched: Future[Fetched]) -> None:
+        """Decode one slice, and finish the micro-batch if it is the last one left."""
+        try:
+            self._decoded[number] = self._reader.decode(fetched.result())
+        except BaseException as error:  # raised again where the step is used
+            self._decoded[number] = error
+        with self._lock:
+            self._num_left -= 1
+            is_last = not self._num_left
+        if is_last:
+            try:
+                self.read.set_result(self._reader.finish(self.plan, [_require_decoded(one) for one in self._decoded]))
+            except BaseException as error:
+                self.read.set_exception(error)
+
+
+def _require_decoded(decoded: Decoded | BaseException | None) -> Decoded:
+    assert decoded is not None
+    if isinstance(decoded, BaseException):
+        raise decoded
+    return decoded
 
 
 def read_in_processes(

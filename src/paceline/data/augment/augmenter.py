@@ -28,6 +28,10 @@ class SampleOperation(Protocol):
         """Whether it mixes each sample with a partner."""
 
     @property
+    def keeps_values(self) -> bool:
+        """Whether it only leaves out and moves values, so that it may come before samples are collated."""
+
+    @property
     def draws_globally(self) -> bool:
         """Whether it may draw from the global random generators."""
 
@@ -97,7 +101,9 @@ class Augmenter:
         epochs = self._order.epochs_at(wide)
         samples = Samples(decoded, partners, self._spec, is_batch=collate is None)
         for number, operation in enumerate(self.operations):
-            if not samples.is_batch and (operation.mixes or (stacks and _is_alike(samples.tree))):
+            if not (samples.is_batch or operation.keeps_values) and (
+                operation.mixes or (stacks and _is_alike(samples.tree))
+            ):
                 assert collate is not None
                 samples = Samples(collate(samples.tree), partners, self._spec)
             samples = operation.apply(samples, draw_for(self._order.seed, number, epochs, indices))

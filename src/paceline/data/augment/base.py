@@ -62,6 +62,14 @@ class Augmentation(Family):
     """Whether the operation mixes each sample with a partner."""
 
     @property
+    def keeps_values(self) -> bool:
+        """Whether it only leaves out and moves values, so that it may come before samples are collated.
+
+        Then it works on what the source decodes, such as the bytes of images that are not yet floats.
+        """
+        return False
+
+    @property
     def draws_globally(self) -> bool:
         """Whether it may draw from the global random generators, so that a process must read."""
         return False

@@ -29,6 +29,11 @@ class Crop(ImageAugmentation):
     fill: float = 0.0
     """Value of added pixels: 0 is the middle of images from -1 to 1, and black in bytes."""
 
+    @property
+    def keeps_values(self) -> bool:
+        """Whether nothing is added to the values."""
+        return not self.padding
+
     def apply(self, samples: Samples, draws: Draws) -> Samples:
         """Return the samples with parts of their images.
 

@@ -18,6 +18,11 @@ class Flip(ImageAugmentation):
     vertical: float = Field(0.0, ge=0, le=1)
     """Probability that top and bottom are exchanged."""
 
+    @property
+    def keeps_values(self) -> bool:
+        """Whether values are only moved, which they are."""
+        return True
+
     def apply(self, samples: Samples, draws: Draws) -> Samples:
         """Return the samples, some of them mirrored."""
         chosen = [(-1, draws.chance(self.horizontal)), (-2, draws.chance(self.vertical))]

@@ -59,7 +59,7 @@ class CalledAugmentation:
         function: Callable that takes a sample.
     """
 
-    mixes = is_thread_safe = False
+    mixes = keeps_values = is_thread_safe = False
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self._function, self.draws_globally = function, not takes_generator(function)
