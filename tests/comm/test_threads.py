@@ -66,7 +66,13 @@ def test_one_that_cannot_end_holds_up_nothing(monkeypatch: pytest.MonkeyPatch) -
 
 def test_no_other_file_starts_threads_of_its_own() -> None:
     # Those are pure Python, wait for all of theirs, or end the process themselves.
-    known = {"comm/threads.py", "comm/local_group.py", "data/read_steps.py", "launch/worker.py", "monitor/live.py"}
+    known = {
+        "comm/threads.py",
+        "comm/local_group.py",
+        "data/read_in_processes.py",
+        "launch/worker.py",
+        "monitor/live.py",
+    }
     source = Path(threads.__file__).parents[1]
     found = {str(path.relative_to(source)) for path in source.rglob("*.py") if "threading.Thread(" in path.read_text()}
     assert {name for name in found if not name.startswith(("benchmarks/", "testing/"))} == known

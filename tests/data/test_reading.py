@@ -11,7 +11,7 @@ from torch.utils.data import TensorDataset
 from paceline import Loader
 from paceline.comm.local_group import LocalGroup
 from paceline.data import Source
-from paceline.data.pipeline import ReadingClock, ReadTimes
+from paceline.data.read_ahead import ReadingClock, ReadTimes
 from paceline.data.read_by_measurement import StepCost, choose_kind, count_readers
 from paceline.errors import SettingsError
 

@@ -19,7 +19,7 @@ from paceline.comm.streams import BACKENDS, HostCopy, SideStream
 from paceline.compression import BF16, DGC, FP16, Int8, OneBit, PowerSGD, RandomK, TopK
 from paceline.compression.codec import all_of
 from paceline.data import Batch, Interval, Loader
-from paceline.data.read_steps import _copy_stream
+from paceline.data.pipeline import _copy_stream
 from paceline.memory import ActivationOffload
 from paceline.parallel.model_shard import ModelShard
 from paceline.parallel.pipeline.traced import find_layers

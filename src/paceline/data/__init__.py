@@ -9,12 +9,11 @@ from paceline.data.formats.manifest import DataManifest
 from paceline.data.formats.source import FileSource, NoIndexWarning
 from paceline.data.images import Images
 from paceline.data.joined import JoinedSource
-from paceline.data.ledger import Ledger
 from paceline.data.loader import Loader
 from paceline.data.map_source import MapSource
 from paceline.data.masked_text import MaskedText
 from paceline.data.mixture import Mixture, MixtureSource
-from paceline.data.order import GlobalOrder, Interval, apportion
+from paceline.data.order import GlobalOrder, Interval, Ledger, apportion
 from paceline.data.orders import Full, SampleOrder, Sequential, Windows
 from paceline.data.packed_text import PackedText
 from paceline.data.permutation import derive_seed

@@ -3,13 +3,13 @@
 import math
 import threading
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
 from paceline.data.batch import Batch
-from paceline.data.order import ENDLESS, GlobalOrder, Interval, apportion
-from paceline.data.read_steps import StepReads
+from paceline.data.order import ENDLESS, Dispatcher, GlobalOrder, Interval, Ledger, apportion
+from paceline.data.pipeline import StepReads
 from paceline.errors import SettingsError
 from paceline.registry import check_whole
 
@@ -347,3 +347,23 @@ def check_batch(global_batch: int | None, num_workers: int, order: GlobalOrder) 
             f"left, but got {checked}; lower it, or leave drop_last out"
         )
     return checked
+
+
+def plan_steps(
+    ledger: Ledger,
+    order: GlobalOrder,
+    batches: Batches,
+    micro_batches: MicroBatches,
+    ending: Ending,
+    dispatcher: Dispatcher | None,
+    claim_size: int,
+) -> Iterator[StepReads]:
+    """Yield this worker's part of each step, claimed when it is asked for; or positions that a dispatcher hands out."""
+    last = ending.position
+    while dispatcher is None and not ending.is_reached(ledger.next_claim):
+        interval = ledger.claim(order, batches.rest_at)
+        if last is not None and last < interval.stop:  # no next epoch to join
+            interval = Interval(interval.start, last)
+        yield micro_batches.cut(interval)
+    while dispatcher is not None and (claimed := dispatcher.claim(claim_size)) is not None:
+        yield micro_batches.cut(Interval(*claimed), is_all_mine=True)

@@ -1,6 +1,7 @@
 """Batches of one worker, in the global order, read ahead of their use."""
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 from torch.utils.data import DataLoader, Dataset
@@ -11,13 +12,12 @@ from paceline.comm.membership import PREEMPTED
 from paceline.data.bad_samples import BadSamples
 from paceline.data.batch import Batch, note_given
 from paceline.data.content import check_content, content_state
-from paceline.data.ledger import Dispatcher, Ledger
 from paceline.data.map_source import CollateFn, take_apart
 from paceline.data.open_dataset import open_dataset
-from paceline.data.order import Interval
+from paceline.data.order import Dispatcher, Interval, Ledger
 from paceline.data.orders import SampleOrder
-from paceline.data.pipeline import READ_AHEAD_BYTES, NumProcesses, ReadSettings
-from paceline.data.read_ahead import ReadAhead
+from paceline.data.pipeline import NumProcesses, ReadSettings
+from paceline.data.read_ahead import READ_AHEAD_BYTES, ReadAhead
 from paceline.data.step_plan import FAR, StepPlan
 from paceline.data.stream import refuse_for_stream
 from paceline.errors import CommunicationError, DataError, SettingsError
@@ -293,8 +293,12 @@ class Loader(StepPlan):
             self._stream = self._stream.resume(self._stream.state(self.position), self.position)
         if self._reading is not None:
             self._reading.stop()  # the thread of an older iterator that is still referenced
-        steps = self._reader.read(self._ledger, self._stream, self._dispatcher, self._clock)
-        mine = self._reading = ReadAhead(steps, self._reader.settings.prefetch, self._clock)
+        mine = self._reading = ReadAhead(
+            partial(self._reader.read, self._ledger, self._stream, self._dispatcher, self._clock),
+            self._reader.settings.prefetch,
+            self._clock,
+            after_first=self._reader.warn_of_clumps,
+        )
         try:
             with mine:
                 yield from self._use(mine)

@@ -5,8 +5,9 @@ Nothing about workers enters the order, so resuming, resizing and uneven shares 
 """
 
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
-from typing import Any, Literal, NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
 
@@ -15,6 +16,8 @@ from paceline.data.permutation import Words
 from paceline.errors import SettingsError
 
 Tail = Literal["short", "drop", "join"]
+_BLOCK = 1024
+"""Positions whose samples are computed at once: many, since each computation has a price of its own."""
 ENDLESS = 2**62
 """Number of samples of an order without end."""
 
@@ -79,6 +82,7 @@ class GlobalOrder:
         if num_samples < 1:
             raise SettingsError(f"num_samples must be at least 1, but got {num_samples}; the data set is empty")
         self.seed, self.tail = seed, tail
+        self._block: tuple[int, Indices] = 0, np.zeros(0, dtype=np.int64)
         self._eras: tuple[Era, ...] = (Era(0, 0, arrangement or Full().arrange([num_samples], seed)),)
 
     @property
@@ -108,11 +112,13 @@ class GlobalOrder:
         era = self._era_at(max(0, position - 1))
         start = 0 if position <= 0 else era.end_of_epoch(position - 1)
         kept = tuple(older for older in self._eras if older.position < start)
+        self._block = 0, np.zeros(0, dtype=np.int64)
         self._eras = (*kept, Era(era.epoch_of(start - 1) + 1 if start else 0, start, arrangement))
         return start
 
     def restore(self, eras: Sequence[Era]) -> None:
         """Take the epochs of a checkpoint."""
+        self._block = 0, np.zeros(0, dtype=np.int64)
         self._eras = tuple(eras)
 
     def next_batch(self, position: int, global_batch: int) -> Interval:
@@ -170,9 +176,26 @@ class GlobalOrder:
 
     def samples_at(self, interval: Interval) -> Indices:
         """Return the data set's indices of the samples at the positions of `interval`."""
-        parts = [np.zeros(0, dtype=np.int64)]
-        parts += [era.arrangement.samples_at(epoch, places) for era, epoch, places in self._list_places(interval)]
+        parts, start = [np.zeros(0, dtype=np.int64)], interval.start
+        while start < interval.stop:
+            first, samples = self._find_block(start)
+            part = samples[start - first : interval.stop - first]
+            parts.append(part)
+            start += len(part)
         return np.concatenate(parts)
+
+    def _find_block(self, position: int) -> tuple[int, Indices]:
+        """Return the samples of the part of an epoch that a position is in, and where it begins; the last is kept."""
+        first, samples = self._block
+        if not first <= position < first + len(samples):
+            era = self._era_at(position)
+            epoch = era.epoch_of(position)
+            start = era.end_of_epoch(position) - era.num_samples
+            first = position - (position - start) % _BLOCK
+            stop = min(first + _BLOCK, start + era.num_samples)
+            samples = era.arrangement.samples_at(epoch, np.arange(first - start, stop - start, dtype=np.uint64))
+            self._block = first, samples
+        return first, samples
 
     def epochs_at(self, interval: Interval) -> Indices:
         """Return the epoch of the sample at each position: in a mixture that of its own source."""
@@ -263,3 +286,110 @@ def choose_tail(*, drop_last: bool, join_epochs: bool) -> Tail:
     if drop_last and join_epochs:
         raise SettingsError("drop_last and join_epochs must not both be true; leave one of them out")
     return "drop" if drop_last else "join" if join_epochs else "short"
+
+
+class Dispatcher(Protocol):
+    """Interface through which a worker that runs at its own pace claims positions."""
+
+    @property
+    def is_stopping(self) -> bool:
+        """Whether `claim` returned None because some worker was asked to stop."""
+
+    @property
+    def lost(self) -> str:
+        """Words on a worker that is lost, so that the others stop after their present step; empty while none is."""
+
+    def set_source(self, claim_next: Callable[[int], tuple[int, int]], mark_used: Callable[[int, int], None]) -> None:
+        """Set the source of positions: `claim_next` returns the next ones, `mark_used` is told which were used."""
+
+    def set_boundary(self, position: int) -> None:
+        """Hand out no positions from `position` on; every worker calls it, after the previous boundary was reached."""
+
+    def claim(self, num_samples: int) -> tuple[int, int] | None:
+        """Return start and stop of the next unclaimed positions; None where all workers synchronise."""
+
+    def ack(self, interval: tuple[int, int]) -> bool:
+        """Record that claimed positions were used; False if they do not count, and are handed out again."""
+
+
+@dataclass
+class Ledger:
+    """The positions that were handed out, and those that were used.
+
+    `low_water` is the position below which every sample has been used; `done_above` holds intervals above it that were
+    used out of order. A checkpoint keeps both: all other claimed positions are claimed again after a restart, so no
+    sample is lost and none is used twice. If all workers step together the state is one integer.
+    """
+
+    low_water: int = 0
+    done_above: list[Interval] = field(default_factory=list)
+    next_claim: int = field(init=False)
+    _dropped: dict[int, int] = field(init=False, default_factory=dict)
+    """Dropped ends of epochs, by their first position; they count as used once the positions after them are."""
+
+    def __post_init__(self) -> None:
+        self.next_claim = self.low_water
+
+    def claim(self, order: GlobalOrder, global_batch: int | Callable[[int], int]) -> Interval:
+        """Hand out the next unclaimed global batch.
+
+        Args:
+            order: Global order of the positions.
+            global_batch: Size of the batch, or a function from the position at which it begins to its size.
+        """
+        while (interval := self._find_next(order, global_batch)).start > self.next_claim:
+            self._dropped[self.next_claim] = interval.start
+            self.next_claim = interval.start
+        stops = [done.start for done in self.done_above if interval.start < done.start < interval.stop]
+        interval = Interval(interval.start, min(stops, default=interval.stop))
+        self.next_claim = interval.stop
+        return interval
+
+    def _find_next(self, order: GlobalOrder, global_batch: int | Callable[[int], int]) -> Interval:
+        self.next_claim = max(self.next_claim, self.low_water)  # the low-water mark may be ahead
+        for done in sorted(self.done_above):
+            if done.start <= self.next_claim < done.stop:
+                self.next_claim = done.stop
+        size = global_batch if isinstance(global_batch, int) else global_batch(self.next_claim)
+        return order.next_batch(self.next_claim, size)
+
+    def ack(self, interval: Interval) -> None:
+        """Note that every sample of a claimed `interval` has been used.
+
+        Raises:
+            SettingsError: The interval was never claimed, or was acknowledged before.
+        """
+        overlaps = any(done.start < interval.stop and interval.start < done.stop for done in self.done_above)
+        if interval.start < self.low_water or interval.stop > self.next_claim or overlaps:
+            raise SettingsError(
+                f"an acknowledged interval must be claimed and not yet used, but got {tuple(interval)} with "
+                f"low water {self.low_water} and next claim {self.next_claim}; acknowledge each batch once"
+            )
+        self.done_above = sorted([*self.done_above, interval])
+        while self.done_above and self.done_above[0].start <= self._dropped.get(self.low_water, self.low_water):
+            self.low_water = max(self._dropped.pop(self.low_water, 0), self.done_above.pop(0).stop)
+
+    @classmethod
+    def of_used(cls, position: int, used: Iterable[Sequence[int]]) -> "Ledger":
+        """Return the ledger of samples that were used: those before a position, and sorted ranges."""
+        above = []
+        for start, stop in used:
+            if start <= position:
+                position = max(position, stop)
+            else:
+                above.append(Interval(start, stop))
+        return cls(position, above)
+
+    def list_gaps(self) -> list[Interval]:
+        """Return positions that are not used, and are followed by used ones."""
+        starts = [self.low_water, *(done.stop for done in self.done_above)]
+        return [Interval(start, done.start) for start, done in zip(starts, self.done_above, strict=False)]
+
+    def state_dict(self) -> dict[str, object]:
+        """Return the state for a checkpoint, as JSON."""
+        return {"low_water": self.low_water, "done_above": [list(done) for done in self.done_above]}
+
+    @classmethod
+    def from_state(cls, state: dict[str, Any]) -> "Ledger":
+        """Return the ledger of a checkpoint."""
+        return cls(int(state["low_water"]), [Interval(*done) for done in state["done_above"]])

@@ -1,33 +1,33 @@
 """Stages in which samples are read: fetch, decode, augment and collate; their times, and a limit in bytes."""
 
-import statistics
+import dataclasses
+import functools
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Generator, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import numpy as np
+import torch
+from torch import Tensor
 
+from paceline.comm.streams import SideStream
 from paceline.data.augment.augmenter import Augmenter
 from paceline.data.bad_samples import BadSampleCount, FoundBadSample, GoodSamples, read_good
 from paceline.data.base import Source
-from paceline.data.batch import Batch, list_tensors, select
+from paceline.data.batch import Batch, map_tensors, select
 from paceline.data.order import GlobalOrder, Interval
 from paceline.data.orders import Indices
 from paceline.data.permutation import derive_seed
+from paceline.data.read_ahead import READ_AHEAD_BYTES, ReadingClock, count_bytes
 from paceline.errors import BadSample, SettingsError
 from paceline.registry import check_whole
 
-STAGES = ("fetch", "decode", "augment", "collate")
-"""Stages, in their order."""
 MAX_READERS = 8
 """Largest number of threads or processes that ``auto`` chooses: all workers must know how far any may read ahead."""
-READ_AHEAD_BYTES = 2**28
-_NUM_RECENT = 16
-"""Steps of which the typical time is taken."""
 NumProcesses = int | Literal["auto"]
 
 
@@ -117,12 +117,9 @@ class PartReader:
         self, source: Source, order: GlobalOrder, bad_samples: BadSampleCount, augmenter: Augmenter | None = None
     ) -> None:
         self.source, self.bad_samples = source, bad_samples
-        self._order, self._augmenter = order, augmenter
-
-    @property
-    def has_fetch(self) -> bool:
+        self.has_fetch = has_fetch(source)
         """Whether fetching samples is a stage of its own."""
-        return has_fetch(self.source)
+        self._order, self._augmenter = order, augmenter
 
     @property
     def draws_globally(self) -> bool:
@@ -161,7 +158,7 @@ class PartReader:
         """Return the samples at some indices, fetched."""
         began_s, samples, is_bad = time.perf_counter(), None, False
         try:
-            samples = self.source.fetch(indices)
+            samples = self.source.fetch(indices) if self.has_fetch else indices
         except BadSample:
             if self.bad_samples.is_fatal:
                 raise
@@ -231,179 +228,150 @@ def _drop(data: Any, plan: PlannedPart, kept: list[int]) -> tuple[Any, list[int]
     return select(data, left or [0], num_samples), left
 
 
-@dataclass(frozen=True)
-class ReadTimes:
-    """Times of reading since they were taken last."""
-
-    busy_s: dict[str, float]
-    """Time that each stage took, summed over all threads or processes."""
-    waited_s: float
-    """Time that the training waited for a batch."""
-    used_s: float
-    """Time that the training had batches, from getting one to asking for the next."""
-    num_samples: int
-    num_bytes: int
-    num_steps: int
-    num_readers: int
-    """Number of threads or processes that decode."""
-    is_processes: bool
-    choice: str = ""
-    """Words on why these read, if that was chosen since."""
-
-    @property
-    def slowest(self) -> str:
-        """Stage that limits reading: the one that takes the most time, divided by those that do it at a time."""
-        spread = {stage: self._parallel(stage) for stage in self.busy_s}
-        return max(self.busy_s, key=lambda stage: self.busy_s[stage] / spread[stage])
-
-    def _parallel(self, stage: str) -> int:
-        return self.num_readers if self.is_processes or stage != "fetch" else 1
-
-
-class _Totals(NamedTuple):
-    """Sums since the loader was made."""
-
-    busy_s: tuple[float, ...] = (0.0,) * len(STAGES)
-    waited_s: float = 0.0
-    used_s: float = 0.0
-    num_samples: int = 0
-    num_bytes: int = 0
-    num_steps: int = 0
-
-
-class ReadingClock:
-    """Times of reading, and the limit of what is read ahead, shared by the training and the threads that read for it.
-
-    Args:
-        limit_bytes: Largest size of batches that are read ahead; one step is read at least.
-    """
-
-    def __init__(self, limit_bytes: int = READ_AHEAD_BYTES) -> None:
-        self._limit_bytes = limit_bytes
-        self._changed = threading.Condition()
-        self._ready_bytes = self._largest_bytes = 0
-        self._is_closed = False
-        self._totals, self._reported = _Totals(), _Totals()
-        self._recent_s: deque[float] = deque(maxlen=_NUM_RECENT)
-        self.num_readers, self.is_processes, self.choice = 1, False, ""
-        self.most_bytes = 0
-        """Largest size of the batches that were ready at a time."""
-
-    @property
-    def waited_s(self) -> float:
-        """Time that the training has waited for batches, in all."""
-        return self._totals.waited_s
-
-    @property
-    def busy_s(self) -> float:
-        """Time that all stages have taken."""
-        return sum(self._totals.busy_s)
-
-    @property
-    def typical_use_s(self) -> float | None:
-        """Median time that the training had a step, of late; None if it has had none."""
-        with self._changed:
-            return statistics.median(self._recent_s) if self._recent_s else None
-
-    def add(self, times: Sequence[float]) -> None:
-        """Add the seconds of each stage."""
-        with self._changed:
-            busy_s = tuple(before + more for before, more in zip(self._totals.busy_s, times, strict=True))
-            self._totals = self._totals._replace(busy_s=busy_s)
-
-    @contextmanager
-    def timing(self, stage: str) -> Iterator[None]:
-        """Add the time inside to a stage."""
-        began_s = time.perf_counter()
-        yield
-        duration_s = time.perf_counter() - began_s
-        self.add([duration_s if each == stage else 0.0 for each in STAGES])
-
-    def use(self, duration_s: float) -> None:
-        """Add time that the training had a step, from getting it to asking for the next."""
-        with self._changed:
-            self._totals = self._totals._replace(used_s=self._totals.used_s + duration_s)
-            self._recent_s.append(duration_s)
-
-    def wait(self, duration_s: float) -> None:
-        """Add time that the training waited for a step."""
-        with self._changed:
-            self._totals = self._totals._replace(waited_s=self._totals.waited_s + duration_s)
-
-    def has_room(self, num_reading: int) -> bool:
-        """Return whether one more step may be read, beside `num_reading` that are being read."""
-        with self._changed:
-            return self._has_room(num_reading)
-
-    def wait_for_room(self) -> None:
-        """Wait until a step may be read while none is; return at once after `close`."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._is_closed or self._has_room(0))
-
-    def put(self, step: list[Batch]) -> None:
-        """Record that a step is ready."""
-        size = _count_step(step)
-        with self._changed:
-            self._largest_bytes = max(self._largest_bytes, size)
-            self._ready_bytes += size
-            self.most_bytes = max(self.most_bytes, self._ready_bytes)
-            totals = self._totals
-            self._totals = totals._replace(
-                num_bytes=totals.num_bytes + size,
-                num_samples=totals.num_samples + sum(batch.num_samples for batch in step),
-                num_steps=totals.num_steps + 1,
-            )
-
-    def take(self, step: list[Batch]) -> None:
-        """Record that the training takes a step."""
-        with self._changed:
-            self._ready_bytes -= _count_step(step)
-            self._changed.notify_all()
-
-    def close(self) -> None:
-        """Let nobody wait for room any more."""
-        with self._changed:
-            self._is_closed = True
-            self._changed.notify_all()
-
-    def reopen(self) -> None:
-        """Begin anew to read ahead, with nothing ready."""
-        with self._changed:
-            self._is_closed, self._ready_bytes = False, 0
-
-    def take_times(self) -> ReadTimes:
-        """Return the times since this was called last."""
-        with self._changed:
-            now, before, choice = self._totals, self._reported, self.choice
-            self._reported, self.choice = now, ""
-        return ReadTimes(
-            {stage: a - b for stage, a, b in zip(STAGES, now.busy_s, before.busy_s, strict=True)},
-            waited_s=now.waited_s - before.waited_s,
-            used_s=now.used_s - before.used_s,
-            num_samples=now.num_samples - before.num_samples,
-            num_bytes=now.num_bytes - before.num_bytes,
-            num_steps=now.num_steps - before.num_steps,
-            num_readers=self.num_readers,
-            is_processes=self.is_processes,
-            choice=choice,
-        )
-
-    def _has_room(self, num_reading: int) -> bool:
-        if not self._largest_bytes:
-            return num_reading == 0
-        needed = self._ready_bytes + (num_reading + 1) * self._largest_bytes
-        return needed <= self._limit_bytes or (num_reading == 0 and self._ready_bytes == 0)
-
-
-def _count_step(step: list[Batch]) -> int:
-    return sum(count_bytes(batch.on_host.data) for batch in step)
-
-
 def has_fetch(source: Source) -> bool:
     """Return whether fetching a source's samples is a stage of its own."""
     return type(source).fetch is not Source.fetch
 
 
-def count_bytes(data: Any) -> int:
-    """Return the size of the tensors of some data."""
-    return sum(tensor.nbytes for tensor in list_tensors(data))
+@dataclass(frozen=True)
+class StepReads:
+    """One step of one worker: the positions that each micro-batch reads, and the number of them that count."""
+
+    interval: Interval
+    parts: list[Interval]
+    counts: list[int]
+    virtual_workers: list[int] | None = None
+    """Virtual worker of each micro-batch, if there are any."""
+
+    def make_batches(self, read: Sequence[ReadPart], device: torch.device) -> list[Batch]:
+        """Return its micro-batches, as they were read; what is lost does not count."""
+        last = len(read) - 1
+        virtual: Sequence[int | None] = self.virtual_workers or [None] * len(read)
+        batches = [
+            Batch(
+                part.data,
+                max(0, count - part.num_lost),
+                self.interval,
+                last=number == last,
+                virtual_worker=virtual[number],
+            )
+            for number, (part, count) in enumerate(zip(read, self.counts, strict=True))
+        ]
+        return batches if device.type == "cpu" else _send(batches, device)
+
+
+def _send(batches: list[Batch], device: torch.device) -> list[Batch]:
+    """Return batches on a GPU, copied on a stream of their own: they are read ahead while the model computes."""
+    stream = _copy_stream(device)
+    if device.type == "cuda":  # else the host would copy to pinned memory itself, and wait
+        batches = [dataclasses.replace(one, data=map_tensors(Tensor.pin_memory, one.data)) for one in batches]
+    with stream.running(None):
+        sent = [batch.to(device) for batch in batches]
+        arrival = stream.mark()
+    return [dataclasses.replace(batch, arrival=arrival) for batch in sent]
+
+
+@functools.cache
+def _copy_stream(device: torch.device) -> SideStream:
+    return SideStream(device)
+
+
+def read_here(
+    reader: PartReader, steps: Iterator[StepReads], device: torch.device, clock: ReadingClock
+) -> Generator[list[Batch]]:
+    """Yield the micro-batches of each step, read one after another: see `read_in_processes`."""
+    while True:
+        clock.wait_for_room()
+        step = next(steps, None)
+        if step is None:
+            return
+        yield finish_step(reader, step, [reader.read(part) for part in step.parts], device, clock)
+
+
+def read_in_threads(
+    reader: PartReader, steps: Iterator[StepReads], device: torch.device, clock: ReadingClock, num_threads: int
+) -> Generator[list[Batch]]:
+    """Yield the micro-batches of each step: one thread fetches, others decode, augment and collate.
+
+    Where the source decodes samples, all threads decode those of one micro-batch at a time, so that the first one comes
+    as soon as it can.
+
+    Args:
+        reader: Reader of micro-batches.
+        steps: Steps to read; at most ``num_threads + 1`` of them at a time.
+        device: Device of the batches.
+        clock: Clock of reading, and limit of what is read ahead.
+        num_threads: Number of threads that decode.
+    """
+    reading: deque[tuple[StepReads, list[Future[ReadPart]]]] = deque()
+    with (
+        ThreadPoolExecutor(1, "paceline-fetch") as fetching,
+        ThreadPoolExecutor(num_threads, "paceline-decode") as pool,
+    ):
+
+        def begin(part: Interval) -> Future[ReadPart]:
+            shared = _SharedPart(reader, reader.plan(part, num_threads))
+            for number, indices in enumerate(shared.plan.slices):
+                pool.submit(shared.decode, number, fetching.submit(reader.fetch, indices))
+            return shared.read
+
+        try:
+            while True:
+                while len(reading) <= num_threads and (not reading or clock.has_room(len(reading))):
+                    if not reading:
+                        clock.wait_for_room()
+                    step = next(steps, None)
+                    if step is None:
+                        break
+                    reading.append((step, [begin(part) for part in step.parts]))
+                if not reading:
+                    return
+                step, futures = reading.popleft()
+                yield finish_step(reader, step, [future.result() for future in futures], device, clock)
+        finally:
+            fetching.shutdown(wait=False, cancel_futures=True)
+            pool.shutdown(wait=False, cancel_futures=True)
+
+
+class _SharedPart:
+    """One micro-batch whose slices several threads decode; the one that is last puts them together, and none waits."""
+
+    def __init__(self, reader: PartReader, plan: PlannedPart) -> None:
+        self.plan, self._reader = plan, reader
+        self.read: Future[ReadPart] = Future()
+        self._decoded: list[Decoded | BaseException | None] = [None] * len(plan.slices)
+        self._num_left, self._lock = len(plan.slices), threading.Lock()
+
+    def decode(self, number: int, fetched: Future[Fetched]) -> None:
+        """Decode one slice, and finish the micro-batch if it is the last one left."""
+        try:
+            self._decoded[number] = self._reader.decode(fetched.result())
+        except BaseException as error:  # raised again where the step is used
+            self._decoded[number] = error
+        with self._lock:
+            self._num_left -= 1
+            is_last = not self._num_left
+        if is_last:
+            try:
+                self.read.set_result(self._reader.finish(self.plan, [_require_decoded(one) for one in self._decoded]))
+            except BaseException as error:
+                self.read.set_exception(error)
+
+
+def _require_decoded(decoded: Decoded | BaseException | None) -> Decoded:
+    assert decoded is not None
+    if isinstance(decoded, BaseException):
+        raise decoded
+    return decoded
+
+
+def finish_step(
+    reader: PartReader, step: StepReads, read: list[ReadPart], device: torch.device, clock: ReadingClock
+) -> list[Batch]:
+    """Return the micro-batches of a step that was read, and note their times and bad samples."""
+    for part in read:
+        clock.add(part.times)
+        if part.found:
+            reader.bad_samples.note(part.found)
+    with clock.timing("collate"):
+        return step.make_batches(read, device)

@@ -6,16 +6,17 @@ import os
 import random
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 from paceline.data.batch import Batch
-from paceline.data.pipeline import MAX_READERS, PartReader, ReadingClock
+from paceline.data.pipeline import MAX_READERS, PartReader, StepReads, read_here, read_in_threads
 from paceline.data.randomness import capture_generators
-from paceline.data.read_steps import StepReads, read_here, read_in_processes, read_in_threads
+from paceline.data.read_ahead import ReadingClock
+from paceline.data.read_in_processes import read_in_processes
 
 NUM_MEASURED = 8
 """Steps that are measured with one thread; then, where more are needed, with several."""
@@ -70,7 +71,7 @@ def read_by_measurement(
     prefetch_factor: Callable[[int], int],
     *,
     shares_generators: bool,
-) -> Iterator[list[Batch]]:
+) -> Generator[list[Batch]]:
     """Yield the micro-batches of each step, first read by one thread, then by as many threads or processes as it takes.
 
     The batches are the same whatever is chosen. Data that draws from the global random generators is read by a process

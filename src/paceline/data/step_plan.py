@@ -9,10 +9,10 @@ from paceline.data.augment.augmenter import Augmenter
 from paceline.data.bad_samples import BadSampleCount, BadSamples, FoundBadSample
 from paceline.data.content import describe_content
 from paceline.data.division import Batches, Ending, Shares, check_batch, find_progress
-from paceline.data.ledger import Ledger
 from paceline.data.open_dataset import OpenDataset
-from paceline.data.order import ENDLESS, Interval, apportion
-from paceline.data.pipeline import ReadingClock, ReadSettings, ReadTimes
+from paceline.data.order import ENDLESS, Interval, Ledger, apportion
+from paceline.data.pipeline import ReadSettings
+from paceline.data.read_ahead import ReadingClock, ReadTimes
 from paceline.data.step_reader import StepReader
 from paceline.data.virtual_workers import divide_steps
 from paceline.errors import SettingsError

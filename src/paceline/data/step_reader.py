@@ -1,7 +1,7 @@
 """Reader of a worker's steps: it plans them ahead of their use, and reads them in a thread or in processes."""
 
-import itertools
-from collections.abc import Generator, Iterator
+from collections.abc import Iterator
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 
 import torch
@@ -10,17 +10,27 @@ from paceline.comm.group import Group
 from paceline.comm.local_group import LocalGroup
 from paceline.data.augment.augmenter import Augmenter
 from paceline.data.bad_samples import BadSampleCount
+from paceline.data.base import Source
 from paceline.data.batch import Batch
-from paceline.data.division import Batches, Ending, MicroBatches
-from paceline.data.ledger import Dispatcher, Ledger
+from paceline.data.division import Batches, Ending, MicroBatches, plan_steps
 from paceline.data.map_source import collate
 from paceline.data.mixing import warn_of_clumps
 from paceline.data.open_dataset import OpenDataset
-from paceline.data.order import Interval
-from paceline.data.pipeline import MAX_READERS, PartReader, ReadingClock, ReadPart, ReadSettings, has_fetch
+from paceline.data.order import Dispatcher, Interval, Ledger
+from paceline.data.pipeline import (
+    MAX_READERS,
+    PartReader,
+    ReadPart,
+    ReadSettings,
+    StepReads,
+    has_fetch,
+    read_here,
+    read_in_threads,
+)
 from paceline.data.randomness import watch_draws
+from paceline.data.read_ahead import ReadingClock
 from paceline.data.read_by_measurement import read_by_measurement
-from paceline.data.read_steps import StepReads, read_here, read_in_processes, read_in_threads
+from paceline.data.read_in_processes import read_in_processes
 from paceline.data.stream import Stream
 from paceline.data.upcoming import UpcomingSamples, announce
 from paceline.data.virtual_workers import VirtualShares
@@ -63,51 +73,52 @@ class StepReader:
         return num_waiting + (self.settings.num_threads if self._has_stages else 0)
 
     def read(
-        self, ledger: Ledger, stream: Stream | None, dispatcher: Dispatcher | None, clock: ReadingClock
-    ) -> Generator[list[Batch]]:
-        """Yield the micro-batches of each step.
+        self,
+        ledger: Ledger,
+        stream: Stream | None,
+        dispatcher: Dispatcher | None,
+        clock: ReadingClock,
+        stack: ExitStack,
+    ) -> Iterator[list[Batch]]:
+        """Return the micro-batches of each step.
 
         Args:
             ledger: Ledger of the positions, from which steps are claimed.
             stream: Samples of an iterable data set, if it is one.
             dispatcher: Dispatcher of positions, if workers run at their own pace.
             clock: Clock of reading, and limit of what is read ahead.
+            stack: Stack whose end ends the reading.
         """
-        yield from self._warn_of_clumps(self._read(ledger, stream, dispatcher, clock))
-
-    def _warn_of_clumps(self, steps: Iterator[list[Batch]]) -> Iterator[list[Batch]]:
-        """Yield `steps`, and judge after the first, for which the training waits, whether the order mixes well."""
-        yield from itertools.islice(steps, 1)
-        if self.dataset.source is not None and self.group.rank == 0:
-            warn_of_clumps(self.dataset.source, self.dataset.chosen, self.dataset.order.seed, self.batches.first)
-        yield from steps
-
-    def _read(
-        self, ledger: Ledger, stream: Stream | None, dispatcher: Dispatcher | None, clock: ReadingClock
-    ) -> Iterator[list[Batch]]:
         device, clock.num_readers, clock.is_processes = self.group.device, 1, False
         if stream is not None:
             advice = "let it draw from a generator that set_epoch seeds"
-            yield from self._watch(self._read_stream(ledger, stream, device, clock), advice)
-            return
+            return self._watch(self._read_stream(ledger, stream, device, clock), advice)
         assert self.dataset.source is not None
         reader = PartReader(self.dataset.source, self.dataset.order, self.bad_samples, self.augmenter)
-        plan = self._announced(ledger, dispatcher)
-        advice = "give num_processes=1 (num_data_processes of a run), where each sample has its own random numbers"
+        plan = self._plan(ledger, dispatcher)
         if self._is_auto:
-            yield from read_by_measurement(
+            measured = read_by_measurement(
                 reader, plan, device, clock, self._prefetch_factor, shares_generators=self._is_threaded
             )
-        elif self._num_processes:
+            return stack.enter_context(closing(measured))
+        if self._num_processes:
             clock.num_readers, clock.is_processes = self._num_processes, True
             factor = self._prefetch_factor(self._num_processes)
-            yield from read_in_processes(reader, plan, device, clock, self._num_processes, factor)
-        elif self._has_stages:
+            steps = read_in_processes(reader, plan, device, clock, self._num_processes, factor)
+            return stack.enter_context(closing(steps))
+        if self._has_stages:
             clock.num_readers = self.settings.num_threads
             steps = read_in_threads(reader, plan, device, clock, self.settings.num_threads)
-            yield from self._watch(steps, advice)
         else:
-            yield from self._watch(read_here(reader, plan, device, clock), advice)
+            steps = read_here(reader, plan, device, clock)
+        stack.enter_context(closing(steps))
+        advice = "give num_processes=1 (num_data_processes of a run), where each sample has its own random numbers"
+        return self._watch(steps, advice)
+
+    def warn_of_clumps(self) -> None:
+        """Judge whether the order mixes well, on one worker, and warn if it does not."""
+        if self.dataset.source is not None and self.group.rank == 0:
+            warn_of_clumps(self.dataset.source, self.dataset.chosen, self.dataset.order.seed, self.batches.first)
 
     def _watch(self, steps: Iterator[list[Batch]], advice: str) -> Iterator[list[Batch]]:
         if self._is_threaded:  # workers that draw from one generator
@@ -143,28 +154,20 @@ class StepReader:
         """Return the micro-batches that each loader process reads ahead."""
         return max(1, self.settings.prefetch * self.micro_batches.num_parts // max(1, num_processes))
 
-    def _announced(self, ledger: Ledger, dispatcher: Dispatcher | None) -> Iterator[StepReads]:
-        """Return the plan, of which the source is told."""
-        assert self.dataset.source is not None
-        upcoming = UpcomingSamples(self.dataset.order, ledger.low_water, self.ending.position, self._divide)
+    def _plan(self, ledger: Ledger, dispatcher: Dispatcher | None) -> Iterator[StepReads]:
+        """Return the plan of steps, of which the source is told if it listens."""
+        source, order = self.dataset.source, self.dataset.order
+        plan = plan_steps(ledger, order, self.batches, self.micro_batches, self.ending, dispatcher, self.claim_size)
+        if source is None or type(source).expect is Source.expect:
+            return plan
+        upcoming = UpcomingSamples(order, ledger.low_water, self.ending.position, self._divide)
         reads_ahead = self._is_auto or self._num_processes or self._has_stages
-        num_ahead = self.max_steps_ahead if reads_ahead else 0
-        return announce(self.dataset.source, upcoming, self._plan(ledger, dispatcher), num_ahead)
+        return announce(source, upcoming, plan, self.max_steps_ahead if reads_ahead else 0)
 
     def _divide(self, position: int) -> tuple[Interval, list[Interval]]:
         """Return the step from a position on, and this worker's parts of it, by the currently planned batches."""
         interval = self.dataset.order.next_batch(position, self.batches.rest_at(position))
         return interval, self.micro_batches.cut(interval).parts
-
-    def _plan(self, ledger: Ledger, dispatcher: Dispatcher | None) -> Iterator[StepReads]:
-        last = self.ending.position
-        while dispatcher is None and not self.ending.is_reached(ledger.next_claim):
-            interval = ledger.claim(self.dataset.order, self.batches.rest_at)
-            if last is not None and last < interval.stop:  # no next epoch to join
-                interval = Interval(interval.start, last)
-            yield self.micro_batches.cut(interval)
-        while dispatcher is not None and (claimed := dispatcher.claim(self.claim_size)) is not None:
-            yield self.micro_batches.cut(Interval(*claimed), is_all_mine=True)
 
     def _read_stream(
         self, ledger: Ledger, stream: Stream, device: torch.device, clock: ReadingClock

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from paceline.data.base import Source
 from paceline.data.order import GlobalOrder, Interval
 from paceline.data.orders import Indices
-from paceline.data.read_steps import StepReads
+from paceline.data.pipeline import StepReads
 
 
 class UpcomingSamples:

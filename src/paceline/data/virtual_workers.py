@@ -10,7 +10,7 @@ from paceline.data.batch import Batch
 from paceline.data.division import Batches, MicroBatches, Shares
 from paceline.data.order import GlobalOrder, Interval, apportion
 from paceline.data.permutation import derive_seed
-from paceline.data.read_steps import StepReads
+from paceline.data.pipeline import StepReads
 from paceline.errors import SettingsError
 from paceline.programs.summation_tree import SummationTree
 from paceline.registry import check_whole

@@ -12,7 +12,7 @@ from paceline.data.augment import Augmentation
 from paceline.data.base import Data, Splits
 from paceline.data.datasets import Collate
 from paceline.data.order import choose_tail
-from paceline.data.pipeline import READ_AHEAD_BYTES
+from paceline.data.read_ahead import READ_AHEAD_BYTES
 from paceline.errors import SettingsError
 from paceline.functions import Function
 from paceline.memory import Memory

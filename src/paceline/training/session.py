@@ -17,7 +17,7 @@ from paceline.comm.group import Group
 from paceline.comm.membership import Membership
 from paceline.data import Batch, IterableSource, Loader, Splits
 from paceline.data.content import agree_on_content
-from paceline.data.ledger import Dispatcher
+from paceline.data.order import Dispatcher
 from paceline.elastic.member import Member
 from paceline.errors import CommunicationError, SettingsError
 from paceline.monitor.events import BatchChanged, Event, ReplicasHealed, RunStarted, Warned

@@ -1,0 +1,165 @@
+"""Reading the samples of planned steps in processes."""
+
+import multiprocessing
+import multiprocessing.context
+import multiprocessing.pool
+import multiprocessing.popen_fork
+import os
+import pickle
+import signal
+import sys
+import threading
+from collections import deque
+from collections.abc import Generator, Iterator
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from paceline.data.batch import Batch
+from paceline.data.order import Interval
+from paceline.data.pipeline import PartReader, StepReads, finish_step
+from paceline.data.read_ahead import ReadingClock
+
+
+def read_in_processes(
+    reader: PartReader,
+    steps: Iterator[StepReads],
+    device: torch.device,
+    clock: ReadingClock,
+    num_processes: int,
+    prefetch_factor: int,
+) -> Generator[list[Batch]]:
+    """Yield the micro-batches of each step, read by forked processes, which end before the generator does.
+
+    A fork has all objects of the source, including lambdas and open files, and nothing is pickled.
+
+    Args:
+        reader: Reader of micro-batches.
+        steps: Steps to read.
+        device: Device of the batches.
+        clock: Clock of reading, and limit of what is read ahead.
+        num_processes: Number of processes.
+        prefetch_factor: Micro-batches that each process reads ahead.
+    """
+    plan = _PlannedParts(steps, clock, num_processes * prefetch_factor)
+    parts = iter(
+        DataLoader(
+            _Reader(reader),
+            sampler=plan,
+            generator=torch.Generator(),  # otherwise it would draw from the model's generator
+            batch_size=None,
+            num_workers=num_processes,
+            worker_init_fn=_live_with_worker,
+            prefetch_factor=prefetch_factor,
+            multiprocessing_context=_ForkContext() if sys.platform == "linux" else None,
+        )
+    )
+    try:
+        while True:
+            if not plan.steps:
+                clock.wait_for_room()
+            _plan_more(parts, plan)
+            if not plan.steps:
+                return
+            step = plan.steps[0]
+            read = []
+            for _ in step.parts:
+                read.append(_raise_if_error(next(parts)))
+                plan.num_read += 1
+            plan.steps.popleft()
+            yield finish_step(reader, step, read, device, clock)
+    finally:  # an error's traceback would keep them alive
+        parts._shutdown_workers()  # type: ignore[attr-defined]  # torch has no other name for it
+
+
+class _PlannedParts:
+    """Sampler of the next micro-batches, as long as there is room for their steps: it stops, and later goes on."""
+
+    def __init__(self, steps: Iterator[StepReads], clock: ReadingClock, most_parts: int) -> None:
+        self._source, self._clock, self._most_parts = steps, clock, most_parts
+        self._rest: deque[Interval] = deque()
+        self.steps: deque[StepReads] = deque()
+        """Steps that are being read."""
+        self.num_planned = self.num_read = 0
+
+    def __iter__(self) -> "_PlannedParts":
+        return self
+
+    def __next__(self) -> Interval:
+        if self.num_planned - self.num_read >= self._most_parts:
+            raise StopIteration
+        if not self._rest:
+            if self.steps and not self._clock.has_room(len(self.steps)):
+                raise StopIteration
+            step = next(self._source)
+            self.steps.append(step)
+            self._rest.extend(step.parts)
+        self.num_planned += 1
+        return self._rest.popleft()
+
+
+def _plan_more(parts: Any, plan: _PlannedParts) -> None:
+    """Give processes as many micro-batches as there is room for."""
+    before = -1
+    while before != plan.num_planned and parts._tasks_outstanding < parts._prefetch_factor * parts._num_workers:
+        before = plan.num_planned
+        parts._try_put_index()
+
+
+class _Reader(Dataset[Any]):
+    """Micro-batches under their positions, as a loader process reads them."""
+
+    def __init__(self, reader: PartReader) -> None:
+        self._reader = reader
+
+    def __getitem__(self, part: Interval) -> Any:
+        try:
+            return self._reader.read(Interval(*part), seeded=True)
+        except Exception as error:  # passed on unchanged; torch would put its traceback into its message
+            trace = error.__traceback__
+            return multiprocessing.pool.ExceptionWithTraceback(_portable(error), trace)  # type: ignore[attr-defined]
+
+
+def _portable(error: Exception) -> Exception:
+    """Return an error that can be sent to another process: this one, or one with its message."""
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:
+        return RuntimeError(f"{type(error).__name__}: {error}")
+    return error
+
+
+def _raise_if_error(read: Any) -> Any:
+    if isinstance(read, Exception):
+        raise read
+    return read
+
+
+def _live_with_worker(_: int) -> None:
+    """Leave signals to the worker, which a launcher signals too, and end when the worker ends, for any reason."""
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    threading.Thread(target=_end_with_worker, daemon=True).start()
+
+
+def _end_with_worker() -> None:
+    worker = multiprocessing.parent_process()
+    assert worker is not None
+    worker.join()
+    os._exit(1)
+
+
+class _ForkPopen(multiprocessing.popen_fork.Popen):
+    """A forked process that ignores SIGTERM, and is killed instead where Python terminates it at its own end."""
+
+    def terminate(self) -> None:
+        self.kill()
+
+
+class _ForkProcess(multiprocessing.context.ForkProcess):
+    _Popen = _ForkPopen
+
+
+class _ForkContext(multiprocessing.context.ForkContext):
+    Process = _ForkProcess
