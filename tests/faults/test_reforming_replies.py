@@ -3,13 +3,17 @@
 import threading
 
 import pytest
-from reforming_threads import LOST_STEP, run_threads
+from reforming_threads import LOST_STEP, lose_in, run_threads
 from test_reforming_servers import EXACT, LOSSES, assert_plain_sgd, gone_on
 from test_reforming_standbys import SERVERS, WITHOUT_W0
 
 from paceline.monitor.events import StepFinished
 from paceline.monitor.reader import select
+from paceline.sync.parameter_server import settings
 from paceline.sync.parameter_server.server import RequestKind, Server
+from paceline.sync.parameter_server.shard import Shard
+from paceline.sync.parameter_server.standby import Standbys
+from paceline.sync.parameter_server.worker import ServedWorker
 
 
 def withhold_replies(monkeypatch, callers):
@@ -43,3 +47,41 @@ def test_workers_without_the_last_reply_go_on_with_those_that_have_it(tmp_path, 
     steps = [record.step for record in select(records, StepFinished)]
     assert len(set(steps)) == len(steps), "no update is made twice"
     assert_plain_sgd(tmp_path)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_all_start_again_if_a_standby_lacks_a_step_that_another_server_has_done(tmp_path, monkeypatch):
+    """A worker is lost once the second server has applied its push, and the first one's standby has not."""
+    done, both, standing, reasons = set(), threading.Event(), set(), []
+    note, handle, make, find = Shard.note_used, Server.handle, Standbys.__init__, settings.find_missing
+
+    def note_used(self, push):
+        note(self, push)
+        if push.start == LOST_STEP:
+            done.add(self.blocks[0].name)
+            if len(done) == 2:
+                both.set()
+
+    def make_standbys(self, *arguments):
+        make(self, *arguments)
+        standing.update(map(id, self.servers.values()) if 0 in self.servers else ())
+
+    def handle_late(self, caller, header, body):
+        if id(self) in standing and header.kind == RequestKind.SWAP and header.start == LOST_STEP:
+            with self._changed:
+                while self._failure is None:
+                    self._changed.wait(20)
+        return handle(self, caller, header, body)
+
+    def find_missing(held, **options):
+        reasons.append(find(held, **options))
+        return reasons[-1]
+
+    monkeypatch.setattr(Shard, "note_used", note_used)
+    monkeypatch.setattr(Server, "handle", handle_late)
+    monkeypatch.setattr(Standbys, "__init__", make_standbys)
+    monkeypatch.setattr(settings, "find_missing", find_missing)
+    lose = lose_in(ServedWorker, "after_update", lambda own, step: step.number == LOST_STEP and both.wait(20))
+    with pytest.raises(AssertionError, match="there is no other epoch"):  # the script has no restart
+        run_threads(tmp_path, monkeypatch, SERVERS["two servers"], WITHOUT_W0, lose, "w0", **EXACT)
+    assert set(reasons) == {"a worker was lost while some servers had done a step, and others not"}
