@@ -126,3 +126,20 @@ def test_another_loss_while_workers_go_on_leaves_plain_sgd(tmp_path, monkeypatch
     lose, sync = IN_THE_MEETING[phase], SERVERS["one server"]
     run_threads(tmp_path, monkeypatch, sync, epochs, lose, dying, **EXACT)
     assert_plain_sgd(tmp_path)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_all_start_again_if_the_only_holder_is_lost_while_workers_go_on(tmp_path, monkeypatch):
+    reasons, find = [], settings.find_missing
+
+    def find_missing(held, **options):
+        reasons.append(find(held, **options))
+        return reasons[-1]
+
+    monkeypatch.setattr(settings, "find_missing", find_missing)
+    LOSSES["once it has new parameters"](monkeypatch, "w0")
+    epochs = [*WITHOUT_W0, [["w2", "w3"]]]
+    lose, sync = IN_THE_MEETING["bodies are collected"], SERVERS["one server"]
+    with pytest.raises(AssertionError, match="there is no other epoch"):  # the script has no restart
+        run_threads(tmp_path, monkeypatch, sync, epochs, lose, "w1", **EXACT)
+    assert "all servers are lost with the workers beside which they ran" in reasons
