@@ -39,9 +39,9 @@ class LauncherPlace:
         before = ProcessRecord.load(self._path)
         self.number = before.number + 1 if before is not None else 1
         """Number of this launcher: workers that one of a lower number asked for, and that come later, end."""
+        self._record = ProcessRecord.of_this_process(self.number)
         with storing(self._path):
-            ProcessRecord.of_this_process(self.number).save(self._path)
-        self._inode = self._find_inode()
+            self._record.save(self._path)
 
     def check(self) -> None:
         """Raise `ReplacedError` if another launcher has taken the place."""
@@ -53,22 +53,10 @@ class LauncherPlace:
                 "which stood still; this one ends, and the workers train on with the other"
             )
 
-    def release(self) -> None:
-        """Hold the place no longer."""
-        if self.is_held:
-            self._path.unlink(missing_ok=True)
-
     @property
     def is_held(self) -> bool:
-        """Whether no other launcher has taken the place."""
-        return self._find_inode() in (self._inode, 0)
-
-    def _find_inode(self) -> int:
-        """Return the number of the file; 0 if somebody removed it."""
-        try:
-            return self._path.stat().st_ino
-        except FileNotFoundError:
-            return 0
+        """Whether no other launcher has taken the place; the file stays when one ends, so that others see it later."""
+        return ProcessRecord.load(self._path) in (self._record, None)
 
 
 def end_replaced(error: ReplacedError) -> NoReturn:
