@@ -103,6 +103,7 @@ def launch(
                 code = _supervise(directory, settings, stop, server.access, changes, place, left)
             finally:
                 (directory / "workers" / ACCESS_FILE).unlink(missing_ok=True)
+                place.release()
     drop_lost_output()
     return code
 

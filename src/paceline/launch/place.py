@@ -53,10 +53,15 @@ class LauncherPlace:
                 "which stood still; this one ends, and the workers train on with the other"
             )
 
+    def release(self) -> None:
+        """Hold the place no longer."""
+        if self.is_held:
+            self._path.unlink(missing_ok=True)
+
     @property
     def is_held(self) -> bool:
-        """Whether no other launcher has taken the place; the file stays when one ends, so that others see it later."""
-        return ProcessRecord.load(self._path) in (self._record, None)
+        """Whether no other launcher has taken the place; one that has ended since has removed the file."""
+        return ProcessRecord.load(self._path) == self._record
 
 
 def end_replaced(error: ReplacedError) -> NoReturn:
