@@ -11,10 +11,11 @@ from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
+from paceline.errors import SettingsError
 from paceline.parallel.deferred.empty_storages import key_of
 from paceline.parallel.deferred.python_access import watching_python
 from paceline.parallel.deferred.recording import Recording, Reference
-from paceline.parallel.deferred.refusal import UndeferrableError, explain
+from paceline.parallel.deferred.refusal import UndeferrableError, explain, forget
 from paceline.parallel.deferred.threads import watching_threads
 from paceline.parallel.local import local, local_slice, wrap
 
@@ -114,6 +115,7 @@ def defer(build: Callable[[], nn.Module]) -> tuple[nn.Module, Construction]:
 
     Raises:
         UndeferrableError: The model must be built whole; the message says why. The generator is where it was.
+        SettingsError: Something that outlives such a model keeps tensors of its construction, which never get values.
     """
     state = torch.default_generator.get_state()
     recording = Recording()
@@ -127,9 +129,18 @@ def defer(build: Callable[[], nn.Module]) -> tuple[nn.Module, Construction]:
             raise explain(error) from error
         recording.settle()
         return module, construction
-    except BaseException:
+    except BaseException as error:
         torch.default_generator.set_state(state)
+        module = construction = None
+        forget(error)
+        is_kept = isinstance(error, UndeferrableError) and recording.is_held_for_long()
         recording.release()
+        if is_kept:
+            raise SettingsError(
+                f"a model must be built without tensors that outlive it, but {error}, and a cache, a class or a thread "
+                "still keeps tensors of the abandoned construction, which have no values; fill that cache before the "
+                "run, or clear it as the model's construction begins"
+            ) from error
         raise
     finally:
         gc.unfreeze()

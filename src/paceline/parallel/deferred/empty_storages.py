@@ -58,6 +58,8 @@ class EmptyStorages:
         with self._shapes:
             results, form = tree_flatten(func(*args, **kwargs))
         self._shapes.fake_tensor_converter.tensor_memo.clear()
+        if any(given[key].shape != leaf.shape for leaf in leaves if isinstance(leaf, Tensor) for key in [id(leaf)]):
+            raise UndeferrableError(f"the operator {func} resizes a tensor")
         new: list[int] = []
         made = [real[id(one)] if id(one) in real else self._make(one, place, new) for place, one in enumerate(results)]
         return tree_unflatten(made, form), new

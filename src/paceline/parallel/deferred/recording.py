@@ -1,9 +1,10 @@
 """The operations of a construction, recorded on tensors without memory, and run again for some of them."""
 
 import gc
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
 
@@ -23,6 +24,7 @@ from paceline.parallel.deferred.operators import (
     has_size_by_values,
     is_integer,
     is_known,
+    is_lazy_view,
     is_view,
     list_written,
 )
@@ -53,6 +55,8 @@ _POINTWISE = {
 """Operations on each element alone, in place."""
 _GROUP = 16
 """Elements that torch's normal numbers are made from together."""
+_PATIENCE = 0.5
+"""Seconds for which other threads may still hold tensors of an abandoned construction."""
 
 
 @dataclass(frozen=True)
@@ -100,6 +104,8 @@ class _Operation:
     """Storages that it writes to or makes."""
     moment: Moment | None = None
     """Moment of the random stream before it, if it draws."""
+    default_dtype: torch.dtype = field(default_factory=torch.get_default_dtype)
+    """Torch's default dtype as it is recorded, which decides what whole numbers are turned into."""
 
     @property
     def reads(self) -> set[int]:
@@ -110,7 +116,12 @@ class _Operation:
         """Run on storages with values, and add those that it makes."""
         leaves = [leaf.of(storages[leaf.storage]) if isinstance(leaf, Reference) else leaf for leaf in self.leaves]
         args, kwargs = tree_unflatten(leaves, self.structure)
-        results, _ = tree_flatten(_drawing(stream, self.moment, lambda: self.function(*args, **kwargs)))
+        default_dtype = torch.get_default_dtype()
+        torch.set_default_dtype(self.default_dtype)
+        try:
+            results, _ = tree_flatten(_drawing(stream, self.moment, lambda: self.function(*args, **kwargs)))
+        finally:
+            torch.set_default_dtype(default_dtype)
         for place, reference in self.made:
             result = results[place]
             assert (result.shape, result.stride(), result.storage_offset()) == reference.geometry, (
@@ -139,6 +150,8 @@ class Recording(TorchDispatchMode):
         self._stream, self._prover = RandomStream(), Prover()
         self.refusal: UndeferrableError | None = None
         """Reason for which the construction cannot be recorded, if any; code of the model may have caught the error."""
+        self.is_over = False
+        """Whether the construction has ended, so that what its threads do afterwards is their own matter."""
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -173,6 +186,8 @@ class Recording(TorchDispatchMode):
             raise UndeferrableError(f"it replaces the memory of a tensor ({func})")
         if any(isinstance(leaf, Tensor) for leaf in tree_flatten((args, kwargs))[0]) and not is_known(func):
             raise UndeferrableError(f"it calls the operator {func}, which is not torch's own and may write anywhere")
+        if is_lazy_view(func, tree_flatten((args, kwargs))[0]):
+            raise UndeferrableError(f"it conjugates or negates a tensor without memory of its own ({func})")
         if is_view(func):
             return func(*args, **kwargs)
         if has_device:
@@ -209,6 +224,15 @@ class Recording(TorchDispatchMode):
         """Whether anybody else holds a tensor without memory, or a storage of one."""
         gc.collect()
         return self._storages.is_held()
+
+    def is_held_for_long(self) -> bool:
+        """Whether that is still so after a moment, in which threads may let go of what they have worked on."""
+        is_held = self.is_held()
+        end = time.monotonic() + _PATIENCE
+        while is_held and time.monotonic() < end:
+            time.sleep(0.02)
+            is_held = self._storages.is_held()
+        return is_held
 
     def with_values(self, leaf: Any) -> Any:
         """Return an argument with the values that it would have."""
@@ -259,7 +283,7 @@ class Recording(TorchDispatchMode):
 
         found = xxhash.xxh3_128()
         for operation in self._operations:
-            found.update(str(operation.function).encode())
+            found.update(f"{operation.function} {operation.default_dtype}".encode())
             for leaf in operation.leaves:
                 found.update(_bytes_of(leaf) if isinstance(leaf, Tensor) else repr(rename(leaf)).encode())
             found.update(b"" if operation.moment is None else operation.moment.digest())
@@ -274,6 +298,8 @@ class Recording(TorchDispatchMode):
         leaves, structure = tree_flatten((args, kwargs))
         recorded = [self._as_leaf(func, leaf) for leaf in leaves]
         if is_sized := has_size_by_values(func, leaves):
+            if any(True for _ in list_written(func, args, kwargs)):
+                raise UndeferrableError(f"the operator {func} resizes a tensor")
             found = func(*tree_map(self.with_values, args), **tree_map(self.with_values, kwargs))
             result, new = self._storages.make_like(found)
         elif func in _FILLS.keys() | _CONSTANT_FILLS and args[0].is_floating_point():
@@ -358,16 +384,18 @@ class Recording(TorchDispatchMode):
 
     def _choose(self, key: int, end: int, chosen: set[int]) -> None:
         """Add the operations before the place `end` that the values of a storage then depend on."""
-        for place in reversed(self._writers[key]):
-            if place >= end:
-                continue
-            operation = self._operations[place]
-            if place not in chosen:
-                chosen.add(place)
-                for other in operation.reads - {key}:
-                    self._choose(other, place, chosen)
-            if self._overwrites(operation, key):
-                return
+        todo = [(key, end)]
+        while todo:
+            key, end = todo.pop()
+            for place in reversed(self._writers[key]):
+                if place >= end:
+                    continue
+                operation = self._operations[place]
+                if place not in chosen:
+                    chosen.add(place)
+                    todo += [(other, place) for other in operation.reads - {key}]
+                if self._overwrites(operation, key):
+                    break
 
     def _overwrites(self, operation: _Operation, key: int) -> bool:
         """Whether nothing of a storage from before an operation is left after it."""
