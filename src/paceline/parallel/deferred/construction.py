@@ -1,6 +1,7 @@
 """A model's construction: recorded once on every rank, and carried out for the parameters that a rank holds."""
 
 import gc
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -18,6 +19,9 @@ from paceline.parallel.deferred.recording import Recording, Reference
 from paceline.parallel.deferred.refusal import UndeferrableError, explain, forget
 from paceline.parallel.deferred.threads import watching_threads
 from paceline.parallel.local import local, local_slice, wrap
+
+_NUM_LOOKS = 5
+"""Number of times that it is looked, a tenth of a second apart, whether tensors of a refused construction are held."""
 
 
 class Construction:
@@ -121,19 +125,11 @@ def defer(build: Callable[[], nn.Module]) -> tuple[nn.Module, Construction]:
     recording = Recording()
     gc.freeze()  # what was there before need not be looked through for tensors of the construction
     try:
-        module = _build(recording, build)
-        try:
-            _check(recording, module)
-            construction = Construction(recording, module)
-        except (AssertionError, RuntimeError) as error:  # such as of a parameter whose `data` has values
-            raise explain(error) from error
-        recording.settle()
-        return module, construction
+        return _record(recording, build)
     except BaseException as error:
         torch.default_generator.set_state(state)
-        module = construction = None
         forget(error)
-        is_kept = isinstance(error, UndeferrableError) and recording.is_held_for_long()
+        is_kept = isinstance(error, UndeferrableError) and _is_held_for_long(recording)
         recording.release()
         if is_kept:
             raise SettingsError(
@@ -144,6 +140,26 @@ def defer(build: Callable[[], nn.Module]) -> tuple[nn.Module, Construction]:
         raise
     finally:
         gc.unfreeze()
+
+
+def _record(recording: Recording, build: Callable[[], nn.Module]) -> tuple[nn.Module, Construction]:
+    module = _build(recording, build)
+    try:
+        _check(recording, module)
+        construction = Construction(recording, module)
+    except (AssertionError, RuntimeError) as error:  # such as of a parameter whose `data` has values
+        raise explain(error) from error
+    recording.settle()
+    return module, construction
+
+
+def _is_held_for_long(recording: Recording) -> bool:
+    """Whether tensors are held even after a moment, in which threads may let go of what they have worked on."""
+    for _ in range(_NUM_LOOKS):
+        if not recording.is_held():
+            return False
+        time.sleep(0.1)
+    return True
 
 
 class _ErrorWatch(TorchFunctionMode):

@@ -1,7 +1,6 @@
 """The operations of a construction, recorded on tensors without memory, and run again for some of them."""
 
 import gc
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -55,8 +54,6 @@ _POINTWISE = {
 """Operations on each element alone, in place."""
 _GROUP = 16
 """Elements that torch's normal numbers are made from together."""
-_PATIENCE = 0.5
-"""Seconds for which other threads may still hold tensors of an abandoned construction."""
 
 
 @dataclass(frozen=True)
@@ -224,15 +221,6 @@ class Recording(TorchDispatchMode):
         """Whether anybody else holds a tensor without memory, or a storage of one."""
         gc.collect()
         return self._storages.is_held()
-
-    def is_held_for_long(self) -> bool:
-        """Whether that is still so after a moment, in which threads may let go of what they have worked on."""
-        is_held = self.is_held()
-        end = time.monotonic() + _PATIENCE
-        while is_held and time.monotonic() < end:
-            time.sleep(0.02)
-            is_held = self._storages.is_held()
-        return is_held
 
     def with_values(self, leaf: Any) -> Any:
         """Return an argument with the values that it would have."""
