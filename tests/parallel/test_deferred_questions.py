@@ -407,14 +407,31 @@ def keep_in_a_class(module: nn.Module) -> None:
     Cached.positions = torch.arange(6).float()
 
 
+def keep_random(module: nn.Module) -> None:
+    Cached.positions = torch.randn(6)
+
+
 @pytest.mark.parametrize("keep", [keep_in_a_cache, keep_in_a_class])
-def test_a_tensor_that_outlives_a_refused_construction_is_told(keep: Callable[[nn.Module], None]) -> None:
+def test_a_tensor_that_outlives_a_refused_construction_has_its_values(keep: Callable[[nn.Module], None]) -> None:
     make_positions.cache_clear()
     try:
-        with pytest.raises(SettingsError, match="fill that cache before the run, or clear it"):
+        with pytest.raises(UndeferrableError, match="in a closure"):
             defer(functools.partial(make, keep))
+        if keep is keep_in_a_cache:
+            assert torch.equal(make_positions().clone(), torch.arange(6).float().sin())
+        else:
+            assert Cached.positions is not None
+            assert torch.equal(Cached.positions + 1, torch.arange(6) + 1.0)
     finally:
         make_positions.cache_clear()
+        Cached.positions = None
+
+
+def test_a_random_tensor_that_outlives_a_refused_construction_is_told() -> None:
+    try:
+        with pytest.raises(SettingsError, match="fill that cache before the run, or clear it"):
+            defer(functools.partial(make, keep_random))
+    finally:
         Cached.positions = None
 
 

@@ -50,8 +50,8 @@ def build_shared(run: Run, splits: Splits, group: Group, model: Model) -> tuple[
         if reason != _MEASURED:
             about += (
                 "; it was built a second time for that, so that what its construction draws elsewhere than from "
-                "torch's generator, such as from NumPy's, differs from that of one process: seed it as the construction "
-                "begins"
+                "torch's generator, such as from NumPy's, differs from that of one process; seed it where "
+                "the construction begins"
             )
         return build_model(run, splits, group, model), None, about
     for tensor in [*module.parameters(), *module.buffers()]:

@@ -119,7 +119,7 @@ def defer(build: Callable[[], nn.Module]) -> tuple[nn.Module, Construction]:
 
     Raises:
         UndeferrableError: The model must be built whole; the message says why. The generator is where it was.
-        SettingsError: Something that outlives such a model keeps tensors of its construction, which never get values.
+        SettingsError: Something that outlives such a model keeps random tensors of its construction.
     """
     state = torch.default_generator.get_state()
     recording = Recording()
@@ -130,12 +130,14 @@ def defer(build: Callable[[], nn.Module]) -> tuple[nn.Module, Construction]:
         torch.default_generator.set_state(state)
         forget(error)
         is_kept = isinstance(error, UndeferrableError) and _is_held_for_long(recording)
+        if is_kept and recording.fill_held():
+            raise
         recording.release()
         if is_kept:
             raise SettingsError(
                 f"a model must be built without tensors that outlive it, but {error}, and a cache, a class or a thread "
-                "still keeps tensors of the abandoned construction, which have no values; fill that cache before the "
-                "run, or clear it as the model's construction begins"
+                "still keeps random tensors of the abandoned construction, which never get values; fill that cache "
+                "before the run, or clear it as the model's construction begins"
             ) from error
         raise
     finally:

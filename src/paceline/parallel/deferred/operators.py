@@ -96,3 +96,10 @@ def _is(leaf: Any, *dtypes: torch.dtype) -> bool:
 
 def _name(func: Any) -> str:
     return str(func.overloadpacket.__name__)
+
+
+def makes_in_memory(device: Any, tensors: Sequence[Tensor]) -> bool:
+    """Whether an operation makes tensors elsewhere than on the meta device."""
+    if device is not None:
+        return torch.device(device).type != "meta"
+    return not tensors or not all(tensor.is_meta for tensor in tensors)

@@ -26,6 +26,7 @@ from paceline.parallel.deferred.operators import (
     is_lazy_view,
     is_view,
     list_written,
+    makes_in_memory,
 )
 from paceline.parallel.deferred.proof import Prover
 from paceline.parallel.deferred.refusal import UndeferrableError, explain
@@ -161,7 +162,7 @@ class Recording(TorchDispatchMode):
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         has_device = any(argument.name == "device" for argument in func._schema.arguments)
         is_concerned = any(map(self._storages.knows, tensors))
-        if not is_concerned and (not _makes_in_memory(kwargs.get("device"), tensors) if has_device else tensors):
+        if not is_concerned and (not makes_in_memory(kwargs.get("device"), tensors) if has_device else tensors):
             if torch.Tag.nondeterministic_seeded in func.tags:
                 self._stream.settle()
             return func(*args, **kwargs)  # of tensors that have values anyway, or none that anybody needs
@@ -187,10 +188,9 @@ class Recording(TorchDispatchMode):
             raise UndeferrableError(f"it conjugates or negates a tensor without memory of its own ({func})")
         if is_view(func):
             return func(*args, **kwargs)
-        if has_device:
-            device = kwargs.get("device")
-            if device is not None and torch.device(device).type != "cpu":
-                raise UndeferrableError(f"it makes tensors on the device {device}, not in host memory")
+        device = kwargs.get("device") if has_device else None
+        if device is not None and torch.device(device).type != "cpu":
+            raise UndeferrableError(f"it makes tensors on the device {device}, not in host memory")
         if kwargs.get("generator") is not None:
             raise UndeferrableError("it draws random numbers from a generator of its own")
         if asks_for_values(func) or self._writes_outside(func, args, kwargs):
@@ -217,6 +217,16 @@ class Recording(TorchDispatchMode):
         """Make tensors harmless that are still held, such as by the traceback of an error, whose text may show them."""
         self._storages.release()
 
+    def fill_held(self) -> bool:
+        """Give what is still held its values; return False if they are random, so that building again draws others."""
+        held, chosen = self._storages.list_held(), set[int]()
+        for key in held:
+            self._choose(key, len(self._operations), chosen)
+        if any(self._operations[place].moment is not None for place in chosen):
+            return False
+        self._storages.release(self._replay(held))
+        return True
+
     def is_held(self) -> bool:
         """Whether anybody else holds a tensor without memory, or a storage of one."""
         gc.collect()
@@ -231,8 +241,7 @@ class Recording(TorchDispatchMode):
 
     def compute(self, references: Sequence[Reference]) -> list[Tensor]:
         """Return the values of tensors, in the memory of all that they depend on."""
-        wanted = {reference.storage for reference in references}
-        storages = self._replay(wanted)
+        storages = self._replay({reference.storage for reference in references})
         return [reference.of(storages[reference.storage]) for reference in references]
 
     def compute_rows(self, reference: Reference, begin: int, num_elements: int) -> Tensor | None:
@@ -474,13 +483,6 @@ def _fills_in_order(function: Any, dtype: torch.dtype) -> bool:
     _drawing(stream, moment, lambda: fill(whole))
     _drawing(stream, Moment(moment.base, words[0] * 5 * _GROUP), lambda: fill(part))
     return torch.equal(whole[5 * _GROUP : 22 * _GROUP], part)
-
-
-def _makes_in_memory(device: Any, tensors: Sequence[Tensor]) -> bool:
-    """Whether an operation makes tensors elsewhere than on the meta device."""
-    if device is not None:
-        return torch.device(device).type != "meta"
-    return not tensors or not all(tensor.is_meta for tensor in tensors)
 
 
 def _is_contiguous(reference: Reference) -> bool:
