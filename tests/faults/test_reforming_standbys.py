@@ -101,11 +101,14 @@ ASYNCHRONOUS_LOSSES = {
 
 
 @pytest.mark.parametrize("dying", ["w0", "w1", "w3"])
-@pytest.mark.parametrize("num_servers", [1, 2])
-def test_every_sample_counts_once_whoever_is_lost(tmp_path, monkeypatch, num_servers, dying):
+@pytest.mark.parametrize(
+    ("num_servers", "phase"), [*((1, phase) for phase in ASYNCHRONOUS_LOSSES), (2, "before its push")]
+)
+def test_every_sample_counts_once_whoever_is_lost(tmp_path, monkeypatch, num_servers, dying, phase):
+    """A push that is under way to two servers may reach one of them, which is told of as lost."""
     names = ["w0", "w1", "w2", "w3"]
     epochs = [[names], [[name for name in names if name != dying]]]
-    sync, lose = ASGD | {"num_servers": num_servers}, ASYNCHRONOUS_LOSSES["before its push"]
+    sync, lose = ASGD | {"num_servers": num_servers}, ASYNCHRONOUS_LOSSES[phase]
     _, records = run_threads(tmp_path, monkeypatch, sync, epochs, lose, dying, **COUNTING)
     changed = gone_on(records, 3, 15)
     assert changed.event.lost == ""

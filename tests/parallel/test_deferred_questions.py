@@ -34,6 +34,7 @@ from transformers import (
     WhisperForConditionalGeneration,
 )
 
+from paceline.errors import SettingsError
 from paceline.parallel import UndeferrableError, defer
 
 
@@ -179,6 +180,25 @@ ANSWERED: dict[str, Callable[[nn.Module], object]] = {
     "materialised lazily": lambda m: [nn.LazyLinear(3)(torch.ones(1, 6)).shape, None][0],
 }
 """Questions, whose answers are those of the whole construction."""
+
+
+def change_default_dtype(module: nn.Module) -> None:
+    kept = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    module.thirds = nn.Parameter(torch.arange(4) / 3)
+    module.register_buffer("roots", torch.arange(8).sqrt())
+    torch.set_default_dtype(kept)
+
+
+def chain_operations(module: nn.Module) -> None:
+    value = torch.ones(2)
+    for _ in range(3000):
+        value = value + 1
+    module.register_buffer("chain", value)
+
+
+ANSWERED["another default dtype"] = change_default_dtype
+ANSWERED["long chain"] = chain_operations
 
 
 def parametrise(module: nn.Module) -> None:
@@ -347,6 +367,11 @@ REFUSED: dict[str, tuple[Callable[[nn.Module], object], str]] = {
     "pool": (share_with_a_pool_that_was_there, "another thread works"),
     "running thread": (keep_running, "still runs"),
     "lazy": (lambda m: m.append(nn.LazyLinear(3)), "lazy modules"),
+    "conjugate": (lambda m: m.register_buffer("phase", torch.randn(4, dtype=torch.cfloat).conj()), "conjugates"),
+    "negated part": (lambda m: m.register_buffer("part", torch.randn(4, dtype=torch.cfloat).conj().imag), "conjugates"),
+    "resized result": (lambda m: torch.mm(m[0].weight.data, m[0].weight.data, out=torch.empty(0)), "resizes a tensor"),
+    "places as a result": (lambda m: torch.nonzero(m[0].weight, out=torch.empty(0, dtype=torch.long)), "resizes"),
+    "new storage": (lambda m: m[0].weight.untyped_storage().new(), "memory past"),
     "without memory": (lambda m: give(m, "none", torch.empty(3, device="meta")), "no memory"),
 }
 """Questions and deeds that a deferred construction refuses, even where the code catches the error."""
@@ -361,3 +386,74 @@ def test_what_has_no_answer_is_refused(question: str) -> None:
         defer(functools.partial(make, ask))
     assert torch.equal(torch.get_rng_state(), before)
     gc.collect()
+
+
+class Cached:
+    """Places that outlive a model."""
+
+    positions: Tensor | None = None
+
+
+@functools.cache
+def make_positions() -> Tensor:
+    return torch.arange(6).float().sin()
+
+
+def keep_in_a_cache(module: nn.Module) -> None:
+    module.register_buffer("positions", make_positions().clone())
+
+
+def keep_in_a_class(module: nn.Module) -> None:
+    Cached.positions = torch.arange(6).float()
+
+
+def keep_random(module: nn.Module) -> None:
+    Cached.positions = torch.randn(6)
+
+
+@pytest.mark.parametrize("keep", [keep_in_a_cache, keep_in_a_class])
+def test_a_tensor_that_outlives_a_refused_construction_has_its_values(keep: Callable[[nn.Module], None]) -> None:
+    make_positions.cache_clear()
+    try:
+        with pytest.raises(UndeferrableError, match="in a closure"):
+            defer(functools.partial(make, keep))
+        if keep is keep_in_a_cache:
+            assert torch.equal(make_positions().clone(), torch.arange(6).float().sin())
+        else:
+            assert Cached.positions is not None
+            assert torch.equal(Cached.positions + 1, torch.arange(6) + 1.0)
+    finally:
+        make_positions.cache_clear()
+        Cached.positions = None
+
+
+def test_a_random_tensor_that_outlives_a_refused_construction_is_told() -> None:
+    try:
+        with pytest.raises(SettingsError, match="fill that cache before the run, or clear it"):
+            defer(functools.partial(make, keep_random))
+    finally:
+        Cached.positions = None
+
+
+def test_a_cache_that_is_filled_before_is_used() -> None:
+    make_positions.cache_clear()
+    make_positions()
+    compare(functools.partial(make, keep_in_a_cache))
+    make_positions.cache_clear()
+
+
+def test_a_thread_works_on_after_a_refusal() -> None:
+    goes_on, results = queue.Queue[None](), queue.Queue[Tensor]()
+
+    def work() -> None:
+        goes_on.get()
+        results.put(torch.randn(3))
+
+    def build() -> nn.Module:
+        threading.Thread(target=work, daemon=True).start()
+        return nn.Linear(2, 2)
+
+    with pytest.raises(UndeferrableError, match="still runs"):
+        defer(build)
+    goes_on.put(None)
+    assert results.get(timeout=60).shape == (3,)

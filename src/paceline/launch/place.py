@@ -39,9 +39,9 @@ class LauncherPlace:
         before = ProcessRecord.load(self._path)
         self.number = before.number + 1 if before is not None else 1
         """Number of this launcher: workers that one of a lower number asked for, and that come later, end."""
+        self._record = ProcessRecord.of_this_process(self.number)
         with storing(self._path):
-            ProcessRecord.of_this_process(self.number).save(self._path)
-        self._inode = self._find_inode()
+            self._record.save(self._path)
 
     def check(self) -> None:
         """Raise `ReplacedError` if another launcher has taken the place."""
@@ -60,15 +60,8 @@ class LauncherPlace:
 
     @property
     def is_held(self) -> bool:
-        """Whether no other launcher has taken the place."""
-        return self._find_inode() in (self._inode, 0)
-
-    def _find_inode(self) -> int:
-        """Return the number of the file; 0 if somebody removed it."""
-        try:
-            return self._path.stat().st_ino
-        except FileNotFoundError:
-            return 0
+        """Whether no other launcher has taken the place; one that has ended since has removed the file."""
+        return ProcessRecord.load(self._path) == self._record
 
 
 def end_replaced(error: ReplacedError) -> NoReturn:

@@ -342,6 +342,8 @@ class Replica:
         if self.state.average is not None and not stepped.skipped and (totals.weight or not self.sync.is_asynchronous):
             self.state.average.update()
         self.state.num_updates, self.state.is_torn = self.state.num_updates + 1, False
+        if self._stop_votes is not None:
+            self._stop_votes.commit()
         if self.state.buffers is not None:
             self.state.buffers.note()
         self._times.ended_s = time.perf_counter()

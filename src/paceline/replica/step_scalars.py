@@ -145,8 +145,15 @@ class StopVotes:
         if number % _VOTE_STEPS == 0 and self._vote is None:
             self._vote = StepScalars(self._group, 0.0, loss.new_zeros(()), stop)
 
+    def commit(self) -> None:
+        """Keep the weight of the step under way, whose update has ended."""
+        self._weight_before = None
+
     def roll_back(self) -> None:
-        """Forget the weight of the step under way, if there is one."""
+        """Forget the weight of the step under way, if there is one: it lasts until its update and exchange have ended.
+
+        Otherwise samples that are taken again would weigh twice.
+        """
         if self._weight_before is not None:
             self.weight_since_sync, self._weight_before = self._weight_before, None
 
@@ -159,7 +166,6 @@ class StopVotes:
         if self._vote is not None and number % _VOTE_STEPS == _VOTE_STEPS - 1:
             stop |= self._vote.wait().stop
             self._vote = None
-        self._weight_before = None
         return all_totals, stop
 
 

@@ -198,8 +198,10 @@ class WorkerState:
     def end_exchange(self) -> None:
         """Count the update whose exchange has been made or left out."""
         is_synced = self._synchroniser is None or self._synchroniser.is_sync_step(self.num_updates)
-        if self._stop_votes is not None and is_synced:
-            self._stop_votes.weight_since_sync = 0.0
+        if self._stop_votes is not None:
+            self._stop_votes.commit()
+            if is_synced:
+                self._stop_votes.weight_since_sync = 0.0
         if self.average is not None:
             self.average.update()
         self.num_updates, self.is_exchange_due = self.num_updates + 1, False

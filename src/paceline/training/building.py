@@ -19,6 +19,9 @@ from paceline.parallel.pipeline.layers import list_layers
 from paceline.training.model import Model
 from paceline.training.run import Run
 
+_MEASURED = "pipeline.cuts measured runs its layers"
+"""Reason for which a model is not built without memory first."""
+
 
 def build_model(run: Run, splits: Splits, group: Group, model: Model | None = None) -> nn.Module:
     """Return the model, the same on every process; `model` replaces the run's own if that has grown."""
@@ -44,6 +47,12 @@ def build_shared(run: Run, splits: Splits, group: Group, model: Model) -> tuple[
         reason = "ranks construct different ones, of which rank 0's is taken"
     if reason or module is None:
         about = f"every rank builds the whole model before it keeps its part, since {reason}"
+        if reason != _MEASURED:
+            about += (
+                "; it was built a second time for that, so that what its construction draws elsewhere than from "
+                "torch's generator, such as from NumPy's, differs from that of one process; seed it where "
+                "the construction begins"
+            )
         return build_model(run, splits, group, model), None, about
     for tensor in [*module.parameters(), *module.buffers()]:
         if not tensor.is_meta:
@@ -76,7 +85,7 @@ def _try_to_defer(
 ) -> tuple[nn.Module | None, Construction | None, str]:
     """Return the model and its construction, or why there is none."""
     if run.layout.pipeline > 1 and run.pipeline.cuts == "measured":
-        return None, None, "pipeline.cuts measured runs its layers"
+        return None, None, _MEASURED
     try:
         with SEEDING:
             torch.manual_seed(run.seed)

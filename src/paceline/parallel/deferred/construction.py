@@ -1,6 +1,7 @@
 """A model's construction: recorded once on every rank, and carried out for the parameters that a rank holds."""
 
 import gc
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -11,12 +12,16 @@ from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
+from paceline.errors import SettingsError
 from paceline.parallel.deferred.empty_storages import key_of
 from paceline.parallel.deferred.python_access import watching_python
 from paceline.parallel.deferred.recording import Recording, Reference
-from paceline.parallel.deferred.refusal import UndeferrableError, explain
+from paceline.parallel.deferred.refusal import UndeferrableError, explain, forget
 from paceline.parallel.deferred.threads import watching_threads
 from paceline.parallel.local import local, local_slice, wrap
+
+_NUM_LOOKS = 5
+"""Number of times that it is looked, a tenth of a second apart, whether tensors of a refused construction are held."""
 
 
 class Construction:
@@ -114,25 +119,49 @@ def defer(build: Callable[[], nn.Module]) -> tuple[nn.Module, Construction]:
 
     Raises:
         UndeferrableError: The model must be built whole; the message says why. The generator is where it was.
+        SettingsError: Something that outlives such a model keeps random tensors of its construction.
     """
     state = torch.default_generator.get_state()
     recording = Recording()
     gc.freeze()  # what was there before need not be looked through for tensors of the construction
     try:
-        module = _build(recording, build)
-        try:
-            _check(recording, module)
-            construction = Construction(recording, module)
-        except (AssertionError, RuntimeError) as error:  # such as of a parameter whose `data` has values
-            raise explain(error) from error
-        recording.settle()
-        return module, construction
-    except BaseException:
+        return _record(recording, build)
+    except BaseException as error:
         torch.default_generator.set_state(state)
+        forget(error)
+        is_kept = isinstance(error, UndeferrableError) and _is_held_for_long(recording)
+        if is_kept and recording.fill_held():
+            raise
         recording.release()
+        if is_kept:
+            raise SettingsError(
+                f"a model must be built without tensors that outlive it, but {error}, and a cache, a class or a thread "
+                "still keeps random tensors of the abandoned construction, which never get values; fill that cache "
+                "before the run, or clear it as the model's construction begins"
+            ) from error
         raise
     finally:
         gc.unfreeze()
+
+
+def _record(recording: Recording, build: Callable[[], nn.Module]) -> tuple[nn.Module, Construction]:
+    module = _build(recording, build)
+    try:
+        _check(recording, module)
+        construction = Construction(recording, module)
+    except (AssertionError, RuntimeError) as error:  # such as of a parameter whose `data` has values
+        raise explain(error) from error
+    recording.settle()
+    return module, construction
+
+
+def _is_held_for_long(recording: Recording) -> bool:
+    """Whether tensors are held even after a moment, in which threads may let go of what they have worked on."""
+    for _ in range(_NUM_LOOKS):
+        if not recording.is_held():
+            return False
+        time.sleep(0.1)
+    return True
 
 
 class _ErrorWatch(TorchFunctionMode):

@@ -39,11 +39,18 @@ class EmptyStorages:
         """Whether anybody else holds one of the storages."""
         return any(True for _ in self._list_held())
 
-    def release(self) -> None:
-        """Give what is still held memory, without values, so that to read it does not end the process."""
+    def list_held(self) -> set[int]:
+        """Return the keys of the storages that anybody else holds."""
+        return {key_of(view) for view in self._list_held()}
+
+    def release(self, values: Mapping[int, torch.UntypedStorage] | None = None) -> None:
+        """Give what is still held the memory of `values`, or some without, so that to read it is no end of all."""
         for view in self._list_held():
             storage = view.untyped_storage()
-            storage._swap_data_ptr_(torch.UntypedStorage(storage.nbytes()))  # type: ignore[attr-defined]
+            given = (values or {}).get(storage._cdata)
+            storage._swap_data_ptr_(  # type: ignore[attr-defined]
+                torch.UntypedStorage(storage.nbytes()) if given is None else given
+            )
 
     def run(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, list[int]]:
         """Run an operation for the shapes of what it makes.
@@ -58,6 +65,8 @@ class EmptyStorages:
         with self._shapes:
             results, form = tree_flatten(func(*args, **kwargs))
         self._shapes.fake_tensor_converter.tensor_memo.clear()
+        if any(given[key].shape != leaf.shape for leaf in leaves if isinstance(leaf, Tensor) for key in [id(leaf)]):
+            raise UndeferrableError(f"the operator {func} resizes a tensor")
         new: list[int] = []
         made = [real[id(one)] if id(one) in real else self._make(one, place, new) for place, one in enumerate(results)]
         return tree_unflatten(made, form), new

@@ -79,6 +79,12 @@ def checks_indices(func: Any, leaves: Iterable[Any]) -> bool:
     return is_checked and any(map(is_integer, leaves))
 
 
+def is_lazy_view(func: Any, leaves: Iterable[Any]) -> bool:
+    """Whether an operation makes or takes a tensor that is conjugated or negated only when it is read."""
+    are_marked = (leaf.is_conj() or leaf.is_neg() for leaf in leaves if isinstance(leaf, Tensor))
+    return _name(func) in ("_conj", "_neg_view") or any(are_marked)
+
+
 def is_integer(leaf: Any) -> bool:
     """Whether an argument is a tensor of whole numbers or truth values."""
     return isinstance(leaf, Tensor) and not leaf.is_floating_point() and not leaf.is_complex()
@@ -90,3 +96,10 @@ def _is(leaf: Any, *dtypes: torch.dtype) -> bool:
 
 def _name(func: Any) -> str:
     return str(func.overloadpacket.__name__)
+
+
+def makes_in_memory(device: Any, tensors: Sequence[Tensor]) -> bool:
+    """Whether an operation makes tensors elsewhere than on the meta device."""
+    if device is not None:
+        return torch.device(device).type != "meta"
+    return not tensors or not all(tensor.is_meta for tensor in tensors)

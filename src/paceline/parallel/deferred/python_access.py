@@ -24,7 +24,7 @@ _ASKS: dict[tuple[Any, str], str] = {
     **{
         (torch.UntypedStorage, name): _MEMORY
         for name in (
-            *("__getitem__", "__setitem__", "__reduce__", "_byteswap", "_set_from_file", "_share_fd_cpu_"),
+            *("__getitem__", "__setitem__", "__reduce__", "_byteswap", "_set_from_file", "_share_fd_cpu_", "new"),
             *(
                 "_share_filename_cpu_",
                 "_write_file",

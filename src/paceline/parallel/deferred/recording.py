@@ -3,7 +3,7 @@
 import gc
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
 
@@ -23,8 +23,10 @@ from paceline.parallel.deferred.operators import (
     has_size_by_values,
     is_integer,
     is_known,
+    is_lazy_view,
     is_view,
     list_written,
+    makes_in_memory,
 )
 from paceline.parallel.deferred.proof import Prover
 from paceline.parallel.deferred.refusal import UndeferrableError, explain
@@ -100,6 +102,8 @@ class _Operation:
     """Storages that it writes to or makes."""
     moment: Moment | None = None
     """Moment of the random stream before it, if it draws."""
+    default_dtype: torch.dtype = field(default_factory=torch.get_default_dtype)
+    """Torch's default dtype as it is recorded, which decides what whole numbers are turned into."""
 
     @property
     def reads(self) -> set[int]:
@@ -110,7 +114,12 @@ class _Operation:
         """Run on storages with values, and add those that it makes."""
         leaves = [leaf.of(storages[leaf.storage]) if isinstance(leaf, Reference) else leaf for leaf in self.leaves]
         args, kwargs = tree_unflatten(leaves, self.structure)
-        results, _ = tree_flatten(_drawing(stream, self.moment, lambda: self.function(*args, **kwargs)))
+        default_dtype = torch.get_default_dtype()
+        torch.set_default_dtype(self.default_dtype)
+        try:
+            results, _ = tree_flatten(_drawing(stream, self.moment, lambda: self.function(*args, **kwargs)))
+        finally:
+            torch.set_default_dtype(default_dtype)
         for place, reference in self.made:
             result = results[place]
             assert (result.shape, result.stride(), result.storage_offset()) == reference.geometry, (
@@ -139,6 +148,8 @@ class Recording(TorchDispatchMode):
         self._stream, self._prover = RandomStream(), Prover()
         self.refusal: UndeferrableError | None = None
         """Reason for which the construction cannot be recorded, if any; code of the model may have caught the error."""
+        self.is_over = False
+        """Whether the construction has ended, so that what its threads do afterwards is their own matter."""
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -151,7 +162,7 @@ class Recording(TorchDispatchMode):
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         has_device = any(argument.name == "device" for argument in func._schema.arguments)
         is_concerned = any(map(self._storages.knows, tensors))
-        if not is_concerned and (not _makes_in_memory(kwargs.get("device"), tensors) if has_device else tensors):
+        if not is_concerned and (not makes_in_memory(kwargs.get("device"), tensors) if has_device else tensors):
             if torch.Tag.nondeterministic_seeded in func.tags:
                 self._stream.settle()
             return func(*args, **kwargs)  # of tensors that have values anyway, or none that anybody needs
@@ -173,12 +184,13 @@ class Recording(TorchDispatchMode):
             raise UndeferrableError(f"it replaces the memory of a tensor ({func})")
         if any(isinstance(leaf, Tensor) for leaf in tree_flatten((args, kwargs))[0]) and not is_known(func):
             raise UndeferrableError(f"it calls the operator {func}, which is not torch's own and may write anywhere")
+        if is_lazy_view(func, tree_flatten((args, kwargs))[0]):
+            raise UndeferrableError(f"it conjugates or negates a tensor without memory of its own ({func})")
         if is_view(func):
             return func(*args, **kwargs)
-        if has_device:
-            device = kwargs.get("device")
-            if device is not None and torch.device(device).type != "cpu":
-                raise UndeferrableError(f"it makes tensors on the device {device}, not in host memory")
+        device = kwargs.get("device") if has_device else None
+        if device is not None and torch.device(device).type != "cpu":
+            raise UndeferrableError(f"it makes tensors on the device {device}, not in host memory")
         if kwargs.get("generator") is not None:
             raise UndeferrableError("it draws random numbers from a generator of its own")
         if asks_for_values(func) or self._writes_outside(func, args, kwargs):
@@ -205,6 +217,16 @@ class Recording(TorchDispatchMode):
         """Make tensors harmless that are still held, such as by the traceback of an error, whose text may show them."""
         self._storages.release()
 
+    def fill_held(self) -> bool:
+        """Give what is still held its values; return False if they are random, so that building again draws others."""
+        held, chosen = self._storages.list_held(), set[int]()
+        for key in held:
+            self._choose(key, len(self._operations), chosen)
+        if any(self._operations[place].moment is not None for place in chosen):
+            return False
+        self._storages.release(self._replay(held))
+        return True
+
     def is_held(self) -> bool:
         """Whether anybody else holds a tensor without memory, or a storage of one."""
         gc.collect()
@@ -219,8 +241,7 @@ class Recording(TorchDispatchMode):
 
     def compute(self, references: Sequence[Reference]) -> list[Tensor]:
         """Return the values of tensors, in the memory of all that they depend on."""
-        wanted = {reference.storage for reference in references}
-        storages = self._replay(wanted)
+        storages = self._replay({reference.storage for reference in references})
         return [reference.of(storages[reference.storage]) for reference in references]
 
     def compute_rows(self, reference: Reference, begin: int, num_elements: int) -> Tensor | None:
@@ -259,7 +280,7 @@ class Recording(TorchDispatchMode):
 
         found = xxhash.xxh3_128()
         for operation in self._operations:
-            found.update(str(operation.function).encode())
+            found.update(f"{operation.function} {operation.default_dtype}".encode())
             for leaf in operation.leaves:
                 found.update(_bytes_of(leaf) if isinstance(leaf, Tensor) else repr(rename(leaf)).encode())
             found.update(b"" if operation.moment is None else operation.moment.digest())
@@ -274,6 +295,8 @@ class Recording(TorchDispatchMode):
         leaves, structure = tree_flatten((args, kwargs))
         recorded = [self._as_leaf(func, leaf) for leaf in leaves]
         if is_sized := has_size_by_values(func, leaves):
+            if any(True for _ in list_written(func, args, kwargs)):
+                raise UndeferrableError(f"the operator {func} resizes a tensor")
             found = func(*tree_map(self.with_values, args), **tree_map(self.with_values, kwargs))
             result, new = self._storages.make_like(found)
         elif func in _FILLS.keys() | _CONSTANT_FILLS and args[0].is_floating_point():
@@ -358,16 +381,18 @@ class Recording(TorchDispatchMode):
 
     def _choose(self, key: int, end: int, chosen: set[int]) -> None:
         """Add the operations before the place `end` that the values of a storage then depend on."""
-        for place in reversed(self._writers[key]):
-            if place >= end:
-                continue
-            operation = self._operations[place]
-            if place not in chosen:
-                chosen.add(place)
-                for other in operation.reads - {key}:
-                    self._choose(other, place, chosen)
-            if self._overwrites(operation, key):
-                return
+        todo = [(key, end)]
+        while todo:
+            key, end = todo.pop()
+            for place in reversed(self._writers[key]):
+                if place >= end:
+                    continue
+                operation = self._operations[place]
+                if place not in chosen:
+                    chosen.add(place)
+                    todo += [(other, place) for other in operation.reads - {key}]
+                if self._overwrites(operation, key):
+                    break
 
     def _overwrites(self, operation: _Operation, key: int) -> bool:
         """Whether nothing of a storage from before an operation is left after it."""
@@ -458,13 +483,6 @@ def _fills_in_order(function: Any, dtype: torch.dtype) -> bool:
     _drawing(stream, moment, lambda: fill(whole))
     _drawing(stream, Moment(moment.base, words[0] * 5 * _GROUP), lambda: fill(part))
     return torch.equal(whole[5 * _GROUP : 22 * _GROUP], part)
-
-
-def _makes_in_memory(device: Any, tensors: Sequence[Tensor]) -> bool:
-    """Whether an operation makes tensors elsewhere than on the meta device."""
-    if device is not None:
-        return torch.device(device).type != "meta"
-    return not tensors or not all(tensor.is_meta for tensor in tensors)
 
 
 def _is_contiguous(reference: Reference) -> bool:

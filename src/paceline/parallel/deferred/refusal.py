@@ -29,3 +29,15 @@ def explain(error: Exception, what: Any = None) -> UndeferrableError:
     if isinstance(error, DynamicOutputShapeException | DataDependentOutputException):
         return UndeferrableError(f"{operator} makes a result whose size depends on values")
     return UndeferrableError(f"{operator} raises {type(error).__name__} while the model is built: {first_line}")
+
+
+def forget(error: BaseException) -> None:
+    """Drop the tracebacks of an error and of what it follows from, whose frames keep local variables alive."""
+    todo: list[BaseException | None] = [error]
+    seen: set[int] = set()
+    while todo:
+        one = todo.pop()
+        if one is not None and id(one) not in seen:
+            seen.add(id(one))
+            one.__traceback__ = None
+            todo += [one.__cause__, one.__context__]

@@ -55,7 +55,10 @@ def watching_threads(recording: Recording) -> Iterator[None]:
     with ExitStack() as changed:
         changed.enter_context(replaced(threading.Thread, "start", start))
         changed.enter_context(replaced(ThreadPoolExecutor, "submit", submit))
-        yield
+        try:
+            yield
+        finally:
+            recording.is_over = True
     if running:
         with recording.watch("thread"):
             raise UndeferrableError("a thread that it has given work to still runs")
@@ -73,7 +76,9 @@ class _Bystander(TorchDispatchMode):
         return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run an operation on other tensors."""
+        """Run an operation on other tensors; on any once the construction is over."""
+        if self._recording.is_over:
+            return func(*args, **(kwargs or {}))
         leaves = tree_leaves((args, kwargs))
         with self._recording.watch(func):
             if any(isinstance(leaf, Tensor) and self._recording.knows(leaf) for leaf in leaves):
