@@ -2,11 +2,12 @@
 
 import json
 
+import numpy as np
 import pytest
 from PIL import Image
 
 from paceline.cli.data import parse_bytes
-from paceline.data import NoIndexWarning
+from paceline.data import FileSource, NoIndexWarning
 from paceline.errors import SettingsError
 
 
@@ -93,6 +94,22 @@ def test_text_in_lines_trains_a_language_model(tmp_path, run_here):
         ),
     )
     assert trained.returncode == 0, trained.stderr
+
+
+def test_text_becomes_tokens_of_a_tokenizer(tmp_path, run_here):
+    tokenizers = pytest.importorskip("tokenizers")
+    words = {"a": 0, "short": 1, "story": 2, "line": 3}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, "a"))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data/a.jsonl").write_text('{"text": "a short story"}\n{"text": "line line"}\n')
+    options = ("--processes", 1, "--tokenizer", tmp_path / "tokenizer.json")
+    prepared = run_here("data", "prepare", tmp_path / "data", tmp_path / "tar", *options)
+    assert prepared.returncode == 0, prepared.stderr
+    found = FileSource(tmp_path / "tar").read_leaves(np.arange(2))
+    assert sorted(sample["tokens"].tolist() for sample in found) == [[0, 1, 2], [3, 3]]
+    assert all("text" not in sample for sample in found)
 
 
 def test_sizes_have_units():

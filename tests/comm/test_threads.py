@@ -69,7 +69,9 @@ def test_no_other_file_starts_threads_of_its_own() -> None:
     known = {
         "comm/threads.py",
         "comm/local_group.py",
+        "data/formats/parallel.py",
         "data/read_in_processes.py",
+        "launch/launcher_watch.py",
         "launch/worker.py",
         "monitor/live.py",
     }

@@ -31,25 +31,22 @@ def server(tmp_path, monkeypatch):
         yield server
 
 
-def test_a_run_trains_from_a_store_as_from_its_copy_here(server, tmp_path):
-    losses = []
-    for name, place in (("far", "s3://bucket/photos"), ("near", tmp_path / "photos")):
-        command = (  # a process of its own: workers take the environment of the one that forks them
-            *("train", "resnet", "--workers", 2, "--out", tmp_path / name, "--data", "files", "--data.path", place),
-            *("--order", "windows", "--augment", '["flip"]', *SMALL),
-        )
-        trained = subprocess.run(
-            [sys.executable, "-m", "paceline", *map(str, command)],
-            capture_output=True,
-            text=True,
-            timeout=55,
-            check=False,
-        )
-        assert trained.returncode == 0, trained.stdout + trained.stderr
-        losses.append(trained.stdout.rpartition("finished: held-out loss")[2].split()[0])
+def test_a_run_trains_from_a_store_as_from_its_copy_here(server, tmp_path, run_here):
+    def list_arguments(name, place):
+        run = ("train", "resnet", "--workers", 1, "--out", tmp_path / name, "--data", "files", "--data.path", place)
+        return [str(word) for word in (*run, "--order", "windows", "--augment", '["flip"]', *SMALL)]
+
+    near = run_here(*list_arguments("near", tmp_path / "photos"))
+    far = subprocess.run(  # a process of its own: workers take the environment of the one that forks them
+        [sys.executable, "-m", "paceline", *list_arguments("far", "s3://bucket/photos")],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert far.returncode == 0, far.stdout + far.stderr
+    losses = [done.stdout.rpartition("finished: held-out loss")[2].split()[0] for done in (near, far)]
     assert losses[0] == losses[1]
     read = [one.event for one in read_log(tmp_path / "far" / "events.jsonl") if isinstance(one.event, StoreRead)]
-    assert read
     assert sum(event.store_bytes for event in read) > 0
 
 

@@ -73,6 +73,9 @@ def prepare(
     processes: Processes = None,
     sequence_length: Length = None,
     keep: Annotated[str, typer.Option(help="Function (sample) -> bool that says which stay: file.py:function.")] = "",
+    tokenizer: Annotated[
+        Path | None, typer.Option(help="tokenizer.json that makes tokens of each sample's text.")
+    ] = None,
     change: Annotated[
         str, typer.Option(help="Function (samples) -> samples that makes others of them: file.py:function.")
     ] = "",
@@ -81,6 +84,8 @@ def prepare(
 
     The shards have the same bytes at any number of processes. After a kill the same command goes on where it was.
     """
+    from blake3 import blake3
+
     from paceline.data.formats.prepare import prepare as convert
     from paceline.data.formats.source import FileSource
 
@@ -91,8 +96,8 @@ def prepare(
         to,
         parse_bytes(shard_bytes),
         num_processes=processes or _count_cores(),
-        hook=_make_hook(keep, change),
-        hook_name=f"{keep} {change}",
+        hook=_make_hook(keep, change, tokenizer),
+        hook_name=f"{keep} {change}" + (f" {blake3(tokenizer.read_bytes()).hexdigest()}" if tokenizer else ""),
     )
     by_bytes, by_samples = prepared.balance
     typer.echo(
@@ -125,10 +130,13 @@ def parse_bytes(text: str) -> int:
     return num_bytes
 
 
-def _make_hook(keep: str, change: str) -> Callable[[list[dict[str, Any]]], Iterable[dict[str, Any]]] | None:
-    """Return the hook of the user's functions: the filter first."""
-    if not keep and not change:
+def _make_hook(
+    keep: str, change: str, tokenizer: Path | None
+) -> Callable[[list[dict[str, Any]]], Iterable[dict[str, Any]]] | None:
+    """Return the hook of the user's functions, the filter first, and then of the tokenizer."""
+    if not keep and not change and tokenizer is None:
         return None
+    from paceline.data.tokens import tokenise_samples
     from paceline.functions import find_function
 
     is_kept = find_function(keep) if keep else None
@@ -136,7 +144,8 @@ def _make_hook(keep: str, change: str) -> Callable[[list[dict[str, Any]]], Itera
 
     def hook(samples: list[dict[str, Any]]) -> Iterable[dict[str, Any]]:
         kept = [sample for sample in samples if is_kept is None or is_kept(sample)]
-        return kept if make is None else make(kept)
+        made = kept if make is None else list(make(kept))
+        return made if tokenizer is None else tokenise_samples(made, tokenizer)
 
     return hook
 

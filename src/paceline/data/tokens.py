@@ -64,6 +64,37 @@ def encode_documents(texts: Sequence[bytes], tokenizer: Path | None, cache: Path
     return Documents(np.load(kept / "tokens.npy", mmap_mode="r"), offsets, int(vocab_size))
 
 
+def tokenise_samples(samples: Sequence[dict[str, Any]], tokenizer: Path) -> list[dict[str, Any]]:
+    """Return samples with tokens in place of their text: the leaf ``text``, or the only one that is text.
+
+    Args:
+        samples: Samples as trees of leaves.
+        tokenizer: File ``tokenizer.json`` of the package tokenizers.
+
+    Raises:
+        DataError: A sample has no text, or the file is no tokenizer.
+        MissingExtraError: The package is not installed.
+    """
+    names = [_find_text(sample) for sample in samples]
+    texts = [sample[name].encode() for sample, name in zip(samples, names, strict=True)]
+    documents = encode_documents(texts, tokenizer, None)
+    rows = np.split(documents.tokens, documents.offsets[1:-1])
+    return [
+        {key: value for key, value in sample.items() if key != name} | {"tokens": row}
+        for sample, name, row in zip(samples, names, rows, strict=True)
+    ]
+
+
+def _find_text(sample: dict[str, Any]) -> str:
+    found = [name for name, value in sample.items() if isinstance(value, str) and not name.startswith("__")]
+    if "text" in found or len(found) == 1:
+        return "text" if "text" in found else found[0]
+    raise DataError(
+        f"samples must have the leaf text, or one leaf that is text, to be tokenised, but got {', '.join(sample)}; "
+        "rename one with --change"
+    )
+
+
 def _encode(texts: Sequence[bytes], path: Path) -> Documents:
     tokenizer = _open_tokenizer(path)
     vocab_size = tokenizer.get_vocab_size()
