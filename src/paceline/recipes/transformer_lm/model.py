@@ -189,7 +189,7 @@ class DecoderLayer(nn.Module):
         self, x_BTW: Tensor, rotary: tuple[Tensor, Tensor] | None = None, documents_BT: Tensor | None = None
     ) -> Tensor:
         """Return x_BTW plus the outputs of attention and MLP; missing tables are computed."""
-        x_BTW = x_BTW + self.dropout(self.attention(self.attention_norm(x_BTW), rotary, documents_BT))
+        x_BTW = x_BTW + self.dropout(self.attention(self.attention_norm(x_BTW), rotary, documents_BT=documents_BT))
         mapped_BTW: Tensor = self.dropout(self.mlp(self.mlp_norm(x_BTW)))
         return x_BTW + mapped_BTW
 
