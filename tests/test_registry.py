@@ -238,6 +238,8 @@ EXAMPLES = {
     "function": {"path": f"{__name__}:take_two"},
     "edge_list": {"edges": [(0, 1), (1, 2)]},
     "per_worker": {"samples": 4},
+    "files": {"path": "folder"},
+    "mixture": {"sources": ({"name": "text"}, {"name": "images"})},
     "scripted": {"objective": "classification", "sample_s": (0.1,)},
 }
 """Fields of variants that cannot be made of defaults alone."""

@@ -19,7 +19,6 @@ BucketLayout = list[list[str]]
 """Parameter names by bucket, in launch order. Sums over three ranks or more depend on it, so checkpoints hold it."""
 
 
-_CACHE_LINE_BYTES = 64
 FIRST_BUCKET_BYTES = 2**20
 """Size of the first bucket: smaller, so that a slow network starts early in the backward pass."""
 
@@ -174,15 +173,14 @@ def make_buckets(parameters: Mapping[str, nn.Parameter], layout: BucketLayout, g
 def _allocate(parameters: Mapping[str, nn.Parameter], layout: BucketLayout, group: Group) -> list[Tensor]:
     """Return a buffer for each bucket's gradients and flags.
 
-    Buffers of a dtype are parts of one allocation, on which all ranks must agree each time; each begins a cache line.
+    Buffers of a dtype are parts of one allocation, on which all ranks must agree each time.
     """
     sizes = [sum(local(parameters[name]).numel() for name in names) + len(names) for names in layout]
     dtypes = [parameters[names[0]].dtype for names in layout]
     buffers: list[Tensor] = [torch.empty(0)] * len(layout)
     for dtype in dict.fromkeys(dtypes):
-        line = _CACHE_LINE_BYTES // dtype.itemsize
         places = [place for place, other in enumerate(dtypes) if other == dtype]
-        starts = [0, *accumulate(-(-sizes[place] // line) * line for place in places)]
+        starts = [0, *accumulate(sizes[place] for place in places)]
         whole = group.allocate(starts[-1], dtype)
         for place, start in zip(places, starts, strict=False):
             buffers[place] = whole[start : start + sizes[place]]
