@@ -14,7 +14,8 @@ _work: Callable[[Any], Any] | None = None
 def map_in_processes(work: Callable[[Any], T], tasks: Sequence[Any], num_processes: int) -> Iterator[T]:
     """Yield the results of `work` in the order of the tasks.
 
-    Processes are forked, so that `work` need not be picklable; they end with this one, even if it is killed.
+    Processes are forked, so that `work` need not be picklable; they end with this one, even if it is killed. A process with
+    other threads does the work by itself: what these hold at the fork would stay locked in the new process.
 
     Args:
         work: Function of one task.
@@ -22,7 +23,7 @@ def map_in_processes(work: Callable[[Any], T], tasks: Sequence[Any], num_process
         num_processes: Number of processes; 1 for none but this one.
     """
     global _work
-    if num_processes <= 1 or len(tasks) < 2:
+    if num_processes <= 1 or len(tasks) < 2 or threading.active_count() > 1:
         yield from map(work, tasks)
         return
     _work = work
