@@ -14,8 +14,8 @@ _work: Callable[[Any], Any] | None = None
 def map_in_processes(work: Callable[[Any], T], tasks: Sequence[Any], num_processes: int) -> Iterator[T]:
     """Yield the results of `work` in the order of the tasks.
 
-    Processes are forked, so that `work` need not be picklable; they end with this one, even if it is killed. Where other
-    threads run, the work is done here: what they hold at the fork would stay locked in the new process.
+    Processes are forked, so that `work` need not be picklable; they end with this one, even if it is killed. Where
+    other threads run, the work is done here: what they hold at the fork would stay locked in the new process.
 
     Args:
         work: Function of one task.
