@@ -15,6 +15,7 @@ import pytest
 
 from paceline.cli.main import main
 from paceline.comm import LocalGroup
+from paceline.comm.group import _joined as joined_groups
 
 RunHere = Callable[..., "subprocess.CompletedProcess[str]"]
 WaitForStep = Callable[[Path, int, "subprocess.Popen[str]"], None]
@@ -45,6 +46,13 @@ def workers_in_threads_share_a_core() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(LocalGroup, "run", classmethod(run_on_one_core))
         yield
+
+
+@pytest.fixture(autouse=True)
+def joined_groups_end_with_their_test() -> Iterator[None]:
+    """Forget the group of a worker that ran in a thread of this process, which belongs to its test alone."""
+    yield
+    joined_groups.clear()
 
 
 @pytest.fixture

@@ -51,7 +51,7 @@ def test_others_go_on_without_a_killed_worker_that_has_no_server(tmp_path, setti
     records = run_and_kill(tmp_path / "killed", wait_for_step, [2], **settings)
     assert not select(records, Restarted)
     first, *_ = select(records, WorkersChanged)
-    assert first.event.num_workers == 2
+    assert set(first.event.names) - {"w2.2"} == {"w0", "w1"}, "a new worker may come at once"
     assert_ended_well(tmp_path / "killed", records)
     if measured := select(records, StalenessMeasured):
         assert sum(measured[-1].event.counts) > 0
@@ -79,5 +79,6 @@ def test_a_standby_takes_the_place_of_a_lost_server(tmp_path, settings, wait_for
     standbys = {"sync.num_standbys": 1}
     records = run_and_kill(tmp_path / "killed", wait_for_step, [0, 1], **settings | standbys)
     assert not select(records, Restarted)
-    assert select(records, WorkersChanged)[0].event.num_workers == 2
+    first, *_ = select(records, WorkersChanged)
+    assert set(first.event.names) - {"w0.2"} == {"w1", "w2"}, "a new worker may come at once"
     assert_ended_well(tmp_path / "killed", records)

@@ -133,6 +133,11 @@ class ControlServer:
         )
         await self._stop.wait()
         server.close()
+        await asyncio.sleep(0)  # let those begin that have just been accepted, or nothing would close their sockets
+        accepting = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in accepting:
+            task.cancel()
+        await asyncio.gather(*accepting, return_exceptions=True)
         for session in list(self._sessions):
             session.end()
         await asyncio.sleep(0)  # let the connections be closed
