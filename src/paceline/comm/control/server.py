@@ -132,14 +132,15 @@ class ControlServer:
             ssl_handshake_timeout=handshake_s,
         )
         await self._stop.wait()
-        server.close()
-        await asyncio.sleep(0)  # let those begin that have just been accepted, or nothing would close their sockets
+        loop.remove_reader(listener)
+        await asyncio.sleep(0)  # those that were accepted just now begin; after server.close() their sockets stayed open
         accepting = asyncio.all_tasks() - {asyncio.current_task()}
         for task in accepting:
             task.cancel()
         await asyncio.gather(*accepting, return_exceptions=True)
         for session in list(self._sessions):
             session.end()
+        server.close()
         await asyncio.sleep(0)  # let the connections be closed
 
     def note_begin(self, session: "_Session") -> None:
