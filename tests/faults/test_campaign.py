@@ -109,7 +109,7 @@ def test_other_weights_and_lost_samples_are_found(load, tmp_path, rule, weight, 
     assert all(problem in found for found in outcome.problems)
 
 
-@pytest.mark.parametrize("incremental", [0, 3])
+@pytest.mark.parametrize("incremental", [pytest.param(0, marks=pytest.mark.slow), 3])
 def test_a_save_that_is_killed_before_any_call_loses_nothing(load, tmp_path, incremental):
     found = load("saves").kill_saves(tmp_path, incremental)
     assert found.num_killed > 50

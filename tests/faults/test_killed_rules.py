@@ -55,7 +55,7 @@ def _slowly(*values):
     ("sync", "settings"),
     [
         pytest.param("scaffold", {"sync.period": 4}, id="scaffold"),
-        pytest.param("dpsgd", {}, id="dpsgd"),
+        _slowly("dpsgd", {}),
         _slowly("streaming_diloco", {"sync.period": 6, "sync.num_fragments": 3}),
         _slowly("hierarchical_local_sgd", {"sync.period": 4, "sync.host_size": 2}),
         _slowly("adaptive_local_sgd", {"sync.period": 4}),
@@ -122,6 +122,7 @@ def test_settings_that_go_on_without_a_killed_worker(tmp_path, settings, wait_fo
     assert ended.step == 60
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(200)
 def test_at_their_own_pace_a_killed_worker_loses_no_sample(tmp_path, wait_for_step):
     killed = tmp_path / "killed"
@@ -143,7 +144,7 @@ def test_at_their_own_pace_a_killed_worker_loses_no_sample(tmp_path, wait_for_st
 
 
 @pytest.mark.timeout(200)
-@pytest.mark.parametrize("sync", ["dpsgd", "ssp"])
+@pytest.mark.parametrize("sync", [pytest.param("dpsgd", marks=pytest.mark.slow), "ssp"])
 def test_a_signal_to_one_worker_stops_all_and_loses_no_sample(tmp_path, sync, wait_for_step):
     stopped = tmp_path / "stopped"
     process = start(stopped, 10_000, sync=sync, checkpoint_interval=0)

@@ -222,7 +222,12 @@ def close_terminal(process, terminal):
 
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize(
-    ("stop", "name"), [(signal_launcher, "SIGINT"), (signal_group, "SIGTERM"), (close_terminal, "SIGHUP")]
+    ("stop", "name"),
+    [
+        pytest.param(signal_launcher, "SIGINT", marks=pytest.mark.slow),
+        (signal_group, "SIGTERM"),
+        pytest.param(close_terminal, "SIGHUP", marks=pytest.mark.slow),
+    ],
 )
 def test_a_signal_saves_and_exits_with_75(tmp_path, stop, name, wait_for_step):
     stopped = tmp_path / "stopped"

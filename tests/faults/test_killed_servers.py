@@ -57,6 +57,7 @@ def test_others_go_on_without_a_killed_worker_that_has_no_server(tmp_path, setti
         assert sum(measured[-1].event.counts) > 0
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(200)
 def test_without_a_standby_all_start_again_if_a_server_is_lost(tmp_path, wait_for_step):
     records = run_and_kill(tmp_path / "killed", wait_for_step, [0], sync="asgd")

@@ -230,6 +230,7 @@ def test_workers_train_on_without_a_launcher_are_scaled_by_the_next_and_stop_as_
     assert steps == list(range(1, preempted.step + 1))
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(200)
 def test_a_launcher_that_stood_still_finds_that_it_was_replaced_and_ends(lab):
     lab.open_gate(30)
@@ -251,6 +252,7 @@ def test_a_launcher_that_stood_still_finds_that_it_was_replaced_and_ends(lab):
     assert not select(read_log(lab.run / "events.jsonl"), Failed)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(200)
 def test_for_other_settings_left_workers_save_and_end_first(lab, run_here):
     kill_while_training(lab)
