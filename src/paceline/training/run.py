@@ -7,7 +7,7 @@ from pydantic import Field, ModelWrapValidatorHandler, field_validator, model_va
 
 from paceline.comm.join import DEFAULT_TIMEOUT_S
 from paceline.compression.codec import Codec
-from paceline.data import BadSamples, Full, FunctionData, GlobalOrder, IterableSource, PackedText, SampleOrder
+from paceline.data import BadSamples, Full, FunctionData, GlobalOrder, IterableSource, PackedText, Padding, SampleOrder
 from paceline.data.augment import Augmentation
 from paceline.data.base import Data, Splits
 from paceline.data.datasets import Collate
@@ -64,6 +64,11 @@ class Run(Settings):
     """Passes over the data set."""
     collate_fn: Collate | None = None
     """Function that makes a batch from a list of samples; by default tensors are stacked."""
+    padding: Padding | None = None
+    """Padding of samples to the longest of their batch, in place of `collate_fn`; none for samples of one size."""
+    group_by_length: bool = False
+    """Whether the samples of each global batch are sorted by length and dealt to workers and micro-batches so that each
+    has little padding and a like number of tokens; for samples that are padded to the longest of their batch."""
     order: SampleOrder | None = None
     """Order of each epoch's samples: full, windows of shards, or sequential; by default full, or a DataLoader's own."""
     bad_samples: BadSamples = BadSamples()
@@ -264,6 +269,13 @@ class Run(Settings):
                 f"collate_fn must come with a function that returns data sets, but got data {self.data.name}, which "
                 "makes its own batches; leave it out"
             )
+        if self.padding is not None and self.collate_fn is not None:
+            raise ValueError("padding or collate_fn must be left out, each of which makes batches; give one")
+        if self.layout.pipeline > 1 and (self.padding is not None or self.group_by_length):
+            raise ValueError(
+                "padding and group_by_length must be left out where the layout has a pipeline, whose micro-batches have "
+                f"one shape, but got {self.layout}; pad samples to one length in the data set, or take other axes"
+            )
         if self.stop_after is not None and not self.evaluate_interval:
             raise ValueError("evaluate_interval must be more than 0 with stop_after, which counts evaluations; give it")
         choose_tail(drop_last=self.drop_last, join_epochs=self.join_epochs)
@@ -362,8 +374,10 @@ class Run(Settings):
             DataError: The data is missing, empty, damaged or of the wrong type.
         """
         if isinstance(self.data, FunctionData):
-            return self.data.open_with(self.collate_fn.call if self.collate_fn is not None else None)
-        return self.data.open()
+            splits = self.data.open_with(self.collate_fn.call if self.collate_fn is not None else None)
+        else:
+            splits = self.data.open()
+        return splits if self.padding is None else splits.with_collate(self.padding)
 
     def count_steps(self, splits: Splits) -> int:
         """Return the number of updates, by the length of the data where `num_epochs` is given.

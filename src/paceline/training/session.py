@@ -391,6 +391,7 @@ def make_loader(
         num_threads=run.num_data_threads,
         read_ahead_bytes=run.read_ahead_bytes,
         augment=run.augment,
+        group_by_length=run.group_by_length,
         dispatcher=dispatcher,
         changes=schedule.plan(run.global_batch, run.count_steps(splits)),
         adds_micro_batches=schedule.adds_micro_batches,
