@@ -36,7 +36,6 @@ from paceline.data.stream import Stream
 from paceline.data.upcoming import UpcomingSamples, announce
 from paceline.data.virtual_workers import VirtualShares
 
-
 _NUMBER_BYTES = 2 * 8
 """Largest size of a number of a sample, and of its target."""
 

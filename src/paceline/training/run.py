@@ -34,7 +34,7 @@ from paceline.training.compiling import NO_COMPILER, check_compiler_fits
 from paceline.training.growth import Growth, check_growth
 from paceline.training.initial import InitialWeights
 from paceline.training.metrics import Metrics
-from paceline.training.model import Model, check_documents
+from paceline.training.model import Model, check_documents, check_unequal
 from paceline.training.noise_scale import check_noise
 from paceline.training.objective import Objective, OnBatch
 from paceline.training.state_in_memory import PeerMemorySettings
@@ -271,11 +271,7 @@ class Run(Settings):
             )
         if self.padding is not None and self.collate_fn is not None:
             raise ValueError("padding or collate_fn must be left out, each of which makes batches; give one")
-        if self.layout.pipeline > 1 and (self.padding is not None or self.group_by_length):
-            raise ValueError(
-                "padding and group_by_length must be left out where the layout has a pipeline, whose micro-batches have "
-                f"one shape, but got {self.layout}; pad samples to one length in the data set, or take other axes"
-            )
+        check_unequal(self.data, self.padding, self.layout)
         if self.stop_after is not None and not self.evaluate_interval:
             raise ValueError("evaluate_interval must be more than 0 with stop_after, which counts evaluations; give it")
         choose_tail(drop_last=self.drop_last, join_epochs=self.join_epochs)

@@ -366,10 +366,10 @@ def make_loader(
         SettingsError: The settings do not fit each other, the data or the number of workers.
     """
     schedule = run.batch_schedule
-    if schedule.smallest(run.global_batch) < workers.size:
+    if (smallest := schedule.smallest(run.global_batch)) < workers.size:
         raise SettingsError(
             f"global_batch must be at least the number of workers, but batch_schedule {schedule.name} may take it to "
-            f"{schedule.smallest(run.global_batch)} with {workers.size} workers; start fewer, or keep it larger"
+            f"{smallest} with {workers.size} workers; start fewer, or keep it larger"
         )
     return Loader(
         splits.train,
