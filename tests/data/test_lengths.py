@@ -1,5 +1,6 @@
 """Samples of unequal length: padded, grouped by length within a global batch, and none lost."""
 
+import itertools
 import json
 
 import numpy as np
@@ -85,7 +86,7 @@ def test_groups_hold_each_position_once_sorted_by_length(lengths, weights, start
         True
     ] * weights.count(0.0)
     found = [np.array(lengths)[order.samples_at(group)] for group in groups if len(group)]
-    assert all(before.min() >= after.max() for before, after in zip(found[:-1], found[1:], strict=True))
+    assert all(before.min() >= after.max() for before, after in itertools.pairwise(found))
     if size >= len(weights):
         assert all(len(group) for group, weight in zip(groups, weights, strict=True) if weight)
 

@@ -5,7 +5,9 @@ from typing import ClassVar, NamedTuple, Self
 
 from torch import nn
 
-from paceline.data.base import Spec
+from paceline.data.base import Data, Spec
+from paceline.data.formats.file_data import FileData
+from paceline.data.padding import Padding
 from paceline.errors import SettingsError
 from paceline.functions import Function
 from paceline.registry import Family, register

@@ -1,6 +1,7 @@
 """A run: one complete configuration of a training."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, ModelWrapValidatorHandler, field_validator, model_validator
@@ -9,7 +10,8 @@ from paceline.comm.join import DEFAULT_TIMEOUT_S
 from paceline.compression.codec import Codec
 from paceline.data import BadSamples, Full, FunctionData, GlobalOrder, IterableSource, PackedText, Padding, SampleOrder
 from paceline.data.augment import Augmentation
-from paceline.data.base import Data, Splits
+from paceline.data.augment.held_out import open_held_out
+from paceline.data.base import Data, Source, Splits
 from paceline.data.datasets import Collate
 from paceline.data.order import choose_tail
 from paceline.data.read_ahead import READ_AHEAD_BYTES
@@ -373,7 +375,11 @@ class Run(Settings):
             splits = self.data.open_with(self.collate_fn.call if self.collate_fn is not None else None)
         else:
             splits = self.data.open()
-        return splits if self.padding is None else splits.with_collate(self.padding)
+        if self.padding is not None:
+            splits = splits.with_collate(self.padding)
+        if isinstance(splits.held_out, Source):
+            splits = replace(splits, held_out=open_held_out(splits.held_out, self.augment))
+        return splits
 
     def count_steps(self, splits: Splits) -> int:
         """Return the number of updates, by the length of the data where `num_epochs` is given.

@@ -496,6 +496,5 @@ def _log_start(session: Session) -> None:
             raise SettingsError(
                 "keep_best and stop_after must come with held-out data, but there is none; return (train, held_out)"
             )
-        session.log_event(
-            Warned(message="the data has no held-out part, so that nothing is evaluated; return (train, held_out)")
-        )
+        message = "the data has no held-out part, so that nothing is evaluated; return (train, held_out)"
+        session.log_event(Warned(message=message))
