@@ -191,6 +191,7 @@ class Sleeping(Numbers):
     def __init__(self, num_samples: int, decode_s: float) -> None:
         super().__init__(num_samples)
         self._decode_s = decode_s
+        self.spec = Spec(input_shape=(1,))
 
     def decode(self, fetched: Indices, seeds: Sequence[int] | None = None) -> torch.Tensor:
         """Return the indices, later."""

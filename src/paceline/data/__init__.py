@@ -16,6 +16,7 @@ from paceline.data.mixture import Mixture, MixtureSource
 from paceline.data.order import GlobalOrder, Interval, Ledger, apportion
 from paceline.data.orders import Full, SampleOrder, Sequential, Windows
 from paceline.data.packed_text import PackedText
+from paceline.data.padding import Padding
 from paceline.data.permutation import derive_seed
 from paceline.data.step_plan import StepPlan
 from paceline.data.stream import DifferentStreamsWarning
@@ -45,6 +46,7 @@ __all__ = [
     "MixtureSource",
     "NoIndexWarning",
     "PackedText",
+    "Padding",
     "SampleOrder",
     "Sequential",
     "Source",

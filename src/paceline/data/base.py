@@ -1,6 +1,7 @@
 """Base classes of data: samples under an index, read a batch at a time."""
 
 import contextlib
+import dataclasses
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -12,7 +13,7 @@ import torch
 from paceline.data.batch import map_tensors
 from paceline.data.orders import Arrangement, Indices, SampleOrder
 from paceline.data.storage.base import Upcoming
-from paceline.errors import BadSample, DataError
+from paceline.errors import BadSample, DataError, SettingsError
 from paceline.registry import Family
 
 
@@ -41,6 +42,8 @@ class Source(torch.utils.data.Dataset[Any]):
     """Whether `decode` returns a list of samples, which `collate` makes a batch of."""
     stacks: bool = True
     """Whether `collate` stacks samples, so that a batch has the same leaves as a sample."""
+    collate_fn: Callable[[list[Any]], Any] | None = None
+    """Function that makes a batch from a list of samples, if the source was given one."""
 
     @property
     def fingerprint(self) -> str:
@@ -81,6 +84,17 @@ class Source(torch.utils.data.Dataset[Any]):
     def collate(self, samples: list[Any]) -> Any:
         """Return a batch of a list of samples, if `decodes_samples`."""
         raise NotImplementedError(f"{type(self).__name__} decodes batches")
+
+    def with_collate(self, collate_fn: Callable[[list[Any]], Any]) -> "Source":
+        """Return the source with another function that makes a batch from a list of samples.
+
+        Raises:
+            SettingsError: The source makes batches itself.
+        """
+        raise SettingsError(
+            f"padding must be left out where the data makes batches itself, but got it with {type(self).__name__}; "
+            "change what its `read` returns"
+        )
 
     def expect(self, upcoming: Upcoming) -> None:
         """Take note of the samples that a loader will read; unused here.
@@ -125,6 +139,10 @@ class IterableSource(torch.utils.data.IterableDataset[Any]):
     def __iter__(self) -> Iterator[Any]:
         return iter(self.dataset)
 
+    def with_collate(self, collate_fn: Callable[[list[Any]], Any]) -> "IterableSource":
+        """Return the samples with another function that makes a batch from a list of them."""
+        return IterableSource(self.dataset, collate_fn, self.spec)
+
     def read_first(self) -> Any:
         """Return a batch of the first sample.
 
@@ -151,6 +169,15 @@ class Splits:
     """Number of processes with which a worker reads, if the run asks for none."""
     batch_size: int | None = None
     """Batch size of the DataLoader that `train` came from; the run's global batch counts."""
+
+    def with_collate(self, collate_fn: Callable[[list[Any]], Any]) -> "Splits":
+        """Return the data with another function that makes a batch from a list of samples.
+
+        Raises:
+            SettingsError: The data makes batches itself.
+        """
+        held_out = None if self.held_out is None else self.held_out.with_collate(collate_fn)
+        return dataclasses.replace(self, train=self.train.with_collate(collate_fn), held_out=held_out)
 
 
 class Data(Family):

@@ -3,12 +3,23 @@
 import math
 import threading
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
 from paceline.data.batch import Batch
-from paceline.data.order import ENDLESS, Dispatcher, GlobalOrder, Interval, Ledger, apportion
+from paceline.data.length_groups import LengthGroups
+from paceline.data.order import (
+    ENDLESS,
+    Dispatcher,
+    GlobalOrder,
+    Interval,
+    Ledger,
+    Positions,
+    apportion,
+    count_positions,
+    join_positions,
+)
 from paceline.data.pipeline import StepReads
 from paceline.errors import SettingsError
 from paceline.registry import check_whole
@@ -238,10 +249,20 @@ class MicroBatches:
         rank: This worker's rank.
         num_micro_batches: Micro-batches per share.
         adds: Whether a larger global batch has more micro-batches, each as large as at first.
+        groups: Groups of similar length that samples are dealt to; None to take them in their order.
     """
 
-    def __init__(self, batches: Batches, shares: Shares, rank: int, num_micro_batches: int, *, adds: bool) -> None:
-        self._batches, self._shares, self._rank = batches, shares, rank
+    def __init__(
+        self,
+        batches: Batches,
+        shares: Shares,
+        rank: int,
+        num_micro_batches: int,
+        *,
+        adds: bool,
+        groups: LengthGroups | None = None,
+    ) -> None:
+        self._batches, self._shares, self._rank, self._groups = batches, shares, rank, groups
         self.num_parts = num_micro_batches
         """Micro-batches per share of a global batch of the first size."""
         self.adds = adds
@@ -261,17 +282,38 @@ class MicroBatches:
 
     def cut(self, interval: Interval, *, is_all_mine: bool = False) -> StepReads:
         """Cut this worker's share of an interval, or all of it, into micro-batches."""
-        start, share = interval.start, interval.num_samples
-        if not is_all_mine:
-            shares = apportion(interval.num_samples, self._shares.at(interval.start))
-            start, share = start + sum(shares[: self._rank]), shares[self._rank]
-        parts, counts = [], []
-        for count in self.divide(share, interval.start):
-            # An empty share borrows the batch's first sample: see Batch.num_samples.
-            parts.append(Interval(start, start + count) if count else Interval(interval.start, interval.start + 1))
-            counts.append(count)
-            start += count
-        return StepReads(interval, parts, counts)
+        if is_all_mine:
+            mine = self._deal(interval, [1.0])[0]
+        else:
+            mine = self._deal(interval, self._shares.at(interval.start))[self._rank]
+        # An empty share borrows the batch's first sample: see Batch.num_samples.
+        borrowed = Interval(interval.start, interval.start + 1)
+        counts = [count_positions(part) for part in mine]
+        return StepReads(interval, [part if count_positions(part) else borrowed for part in mine], counts)
+
+    def list_used(self, interval: Interval, ranks: Container[int]) -> list[Interval]:
+        """Return the positions of an interval that some ranks take, in order."""
+        parts = [
+            part
+            for rank, mine in enumerate(self._deal(interval, self._shares.at(interval.start)))
+            for part in mine
+            if rank in ranks
+        ]
+        return join_positions([part for part in parts if count_positions(part)])
+
+    def _deal(self, interval: Interval, weights: Sequence[float]) -> list[list[Positions]]:
+        """Return the micro-batches of each worker in an interval."""
+        if self._groups is not None:
+            # One after another over the workers, so that all are at micro-batches of similar lengths.
+            groups = self._groups.divide(interval, list(weights) * self.count(interval.start))
+            return [list(groups[rank :: len(weights)]) for rank in range(len(weights))]
+        dealt: list[list[Positions]] = []
+        start = interval.start
+        for share in apportion(interval.num_samples, weights):
+            ends = accumulate(self.divide(share, interval.start), initial=start)
+            dealt.append([Interval(*part) for part in pairwise(ends)])
+            start += share
+        return dealt
 
     def list_sizes(self, order: GlobalOrder, position: int, end: int) -> tuple[set[int], set[int]]:
         """Return the sizes of micro-batches between two positions: of a worker's own, and of those of all workers.
@@ -286,11 +328,13 @@ class MicroBatches:
                 divided = [self.divide(share, start) for share in apportion(size, self._shares.at(start))]
                 own.update(count for counts in divided for count in counts)
                 joint.update(sum(counts) for counts in zip(*divided, strict=True))
+        if self._groups is not None:  # a long sample may be alone
+            own |= {1}
         return own - {0}, joint - {0}
 
 
 def find_progress(
-    order: GlobalOrder, batches: Batches, shares: Shares, num_steps: Mapping[int, int]
+    order: GlobalOrder, batches: Batches, micro_batches: MicroBatches, num_steps: Mapping[int, int]
 ) -> tuple[int, list[Interval]]:
     """Return the position below which all samples count as used, and the intervals above it that were used.
 
@@ -300,16 +344,14 @@ def find_progress(
     Args:
         order: Global order.
         batches: Global batch of each step.
-        shares: Shares of the workers.
+        micro_batches: Division of steps among the workers.
         num_steps: Number of steps done, by rank.
     """
     first, done = min(num_steps.values()), []
     for step in range(first, max(num_steps.values())):
         start = batches.position_of(step)
         batch = order.next_batch(start, batches.at(start))
-        ends = accumulate(apportion(batch.num_samples, shares.at(batch.start)), initial=batch.start)
-        parts = [Interval(*part) for part in pairwise(ends)]
-        done += [part for rank, part in enumerate(parts) if part.num_samples and num_steps.get(rank, 0) > step]
+        done += micro_batches.list_used(batch, [rank for rank, number in num_steps.items() if number > step])
     return batches.position_of(first), done
 
 

@@ -59,6 +59,11 @@ class Loader(StepPlan):
         read_ahead_bytes: Largest size of the batches that are read ahead; at least one step is.
         augment: Operations on training samples, one after another: settings, names such as flip, or callables of a
             sample. Their random numbers depend on seed, epoch, sample and operation alone.
+        group_by_length: Whether the samples of each global batch are sorted by length and dealt to workers and
+            micro-batches so that there is little padding and each has a like number of tokens. It is the same global
+            batch; the weight of a loss must be tokens: ``batch.count(mask)``.
+        lengths: Length of each sample, for `group_by_length`; by default all samples are read once and measured, if
+            `collate_fn` is a `Padding`.
         split: Function that returns this rank's part of a batch, if ranks of a worker have different tokens of the same
             samples; by default, as the group, the one that `paceline.parallelize` chose.
         dispatcher: Sample dispatcher of workers that run at their own pace: each step is then this worker's alone, with
@@ -71,6 +76,10 @@ class Loader(StepPlan):
         SettingsError: The settings do not fit each other, the data set or the group.
         DataError: The kind of data set cannot be read.
     """
+
+    in_hand: Batch | None = None
+    """Current batch of a loop over the loader, before ranks of a worker take their parts."""
+    _reading: ReadAhead | None = None
 
     def __init__(
         self,
@@ -96,6 +105,8 @@ class Loader(StepPlan):
         num_threads: int = 1,
         read_ahead_bytes: int = READ_AHEAD_BYTES,
         augment: Sequence[Any] = (),
+        group_by_length: bool = False,
+        lengths: Sequence[int] | None = None,
         split: Callable[[Batch], Batch] | None = None,
         dispatcher: Dispatcher | None = None,
         changes: Sequence[tuple[int, int]] = (),
@@ -108,8 +119,7 @@ class Loader(StepPlan):
             num_processes = num_processes or parts.num_processes
             shuffle = parts.shuffle if shuffle is None and order is None else shuffle
             seed = parts.seed if seed is None else seed
-        self._is_used_up = False
-        self._finds_dispatcher = False
+        self._is_used_up = self._finds_dispatcher = False
         """Whether to look up the group's sample dispatcher, if there is one."""
         if group is None:
             group = find_group()
@@ -147,11 +157,10 @@ class Loader(StepPlan):
             bad_samples=bad_samples or BadSamples(),
             settings=ReadSettings(prefetch, num_processes, num_threads, read_ahead_bytes),
             augment=augment,
+            group_by_length=group_by_length,
+            lengths=lengths,
         )
         self._dispatcher = dispatcher
-        self._reading: ReadAhead | None = None
-        self.in_hand: Batch | None = None
-        """Current batch of a loop over the loader, before ranks of a worker take their parts."""
 
     def __len__(self) -> int:
         """Return the number of micro-batches left to iterate over.

@@ -151,7 +151,7 @@ class MapSource(Source):
                 "its parts, such as dataset['train'], or TensorDataset(*columns)"
             )
         self.spec = spec or Spec()
-        self._dataset, self._collate_fn = dataset, collate_fn
+        self._dataset, self.collate_fn = dataset, collate_fn
         self.stacks = collate_fn is None
         self._num_samples = len(dataset)
         self._read_all = getattr(dataset, "__getitems__", None)  # torch's own way to read several at once
@@ -161,6 +161,10 @@ class MapSource(Source):
     def __len__(self) -> int:
         """Return the data set's length."""
         return self._num_samples
+
+    def with_collate(self, collate_fn: CollateFn) -> "MapSource":
+        """Return the data set with another function that makes a batch from a list of samples."""
+        return MapSource(self._dataset, collate_fn, self.spec)
 
     def read(self, indices: Indices) -> Any:
         """Return the samples, collated.
@@ -194,7 +198,7 @@ class MapSource(Source):
 
     def collate(self, samples: list[Any]) -> Any:
         """Return a batch of the samples: see the function `collate`."""
-        return collate(samples, self._collate_fn)
+        return collate(samples, self.collate_fn)
 
     def _read_several(self, places: list[int]) -> list[Any]:
         assert self._read_all is not None

@@ -34,6 +34,27 @@ class Interval(NamedTuple):
         return self.stop - self.start
 
 
+Positions = Interval | Indices
+"""Positions that are read together: one after another, or those of a list."""
+
+
+def list_positions(positions: Positions) -> Indices:
+    """Return positions as an array."""
+    return positions if isinstance(positions, np.ndarray) else np.arange(*positions, dtype=np.int64)
+
+
+def count_positions(positions: Positions) -> int:
+    """Return the number of positions."""
+    return len(positions) if isinstance(positions, np.ndarray) else positions.num_samples
+
+
+def join_positions(parts: Sequence[Positions]) -> list[Interval]:
+    """Return the positions of some parts as intervals, in order, as few as they can be."""
+    listed = np.sort(np.concatenate([np.zeros(0, dtype=np.int64), *map(list_positions, parts)]))
+    runs = np.split(listed, np.flatnonzero(np.diff(listed) > 1) + 1)
+    return [Interval(int(run[0]), int(run[-1]) + 1) for run in runs if len(run)]
+
+
 class Era(NamedTuple):
     """Epochs of the same samples: from number `epoch` on, which begins at `position`."""
 
@@ -174,8 +195,12 @@ class GlobalOrder:
         steps = self.step_of(last, global_batch)
         return steps if self.position_of(steps, global_batch) >= last else steps + 1
 
-    def samples_at(self, interval: Interval) -> Indices:
-        """Return the data set's indices of the samples at the positions of `interval`."""
+    def samples_at(self, positions: Positions) -> Indices:
+        """Return the data set's indices of the samples at some positions."""
+        if isinstance(positions, np.ndarray):
+            interval = Interval(int(positions.min()), int(positions.max()) + 1)
+            return self.samples_at(interval)[positions - interval.start]
+        interval = positions
         parts, start = [np.zeros(0, dtype=np.int64)], interval.start
         while start < interval.stop:
             first, samples = self._find_block(start)
@@ -197,8 +222,12 @@ class GlobalOrder:
             self._block = first, samples
         return first, samples
 
-    def epochs_at(self, interval: Interval) -> Indices:
+    def epochs_at(self, positions: Positions) -> Indices:
         """Return the epoch of the sample at each position: in a mixture that of its own source."""
+        if isinstance(positions, np.ndarray):
+            interval = Interval(int(positions.min()), int(positions.max()) + 1)
+            return self.epochs_at(interval)[positions - interval.start]
+        interval = positions
         parts = [np.zeros(0, dtype=np.int64)]
         parts += [era.arrangement.epochs_at(epoch, places) for era, epoch, places in self._list_places(interval)]
         return np.concatenate(parts)

@@ -19,7 +19,7 @@ from paceline.data.augment.augmenter import Augmenter
 from paceline.data.bad_samples import BadSampleCount, FoundBadSample, GoodSamples, read_good
 from paceline.data.base import Source
 from paceline.data.batch import Batch, map_tensors, select
-from paceline.data.order import GlobalOrder, Interval
+from paceline.data.order import GlobalOrder, Interval, Positions, list_positions
 from paceline.data.orders import Indices
 from paceline.data.permutation import derive_seed
 from paceline.data.read_ahead import READ_AHEAD_BYTES, ReadingClock, count_bytes
@@ -57,9 +57,12 @@ class ReadSettings:
 class PlannedPart:
     """One micro-batch that is to be read, in slices that may be read apart."""
 
-    part: Interval
-    wide: Interval
+    positions: Indices
     """Positions to read: those of the part, with partners for mixing."""
+    first: int
+    """Place of the part's first position among them."""
+    num_samples: int
+    """Number of samples of the part."""
     indices: Indices
     slices: list[Indices]
     """Indices in order, one slice or more."""
@@ -131,7 +134,7 @@ class PartReader:
         """Whether several threads may read at once."""
         return self.source.is_thread_safe and (self._augmenter is None or self._augmenter.is_thread_safe)
 
-    def read(self, part: Interval, *, seeded: bool = False) -> ReadPart:
+    def read(self, part: Positions, *, seeded: bool = False) -> ReadPart:
         """Return the micro-batch of a part.
 
         Args:
@@ -139,20 +142,22 @@ class PartReader:
             seeded: Whether the global random generators are this process's own, to be seeded for each sample.
         """
         plan = self.plan(part)
-        seeds = [derive_seed(self._order.seed, position) for position in range(*plan.wide)] if seeded else None
+        seeds = [derive_seed(self._order.seed, position) for position in plan.positions.tolist()] if seeded else None
         return self.finish(plan, [self.decode(self.fetch(plan.indices), seeds)], seeds)
 
-    def plan(self, part: Interval, num_slices: int = 1) -> PlannedPart:
+    def plan(self, part: Positions, num_slices: int = 1) -> PlannedPart:
         """Return what to read for a part.
 
         Args:
             part: Positions of the micro-batch.
             num_slices: Number of slices, where the source decodes samples and not batches; else there is one.
         """
+        own = list_positions(part)
         wide = part if self._augmenter is None else self._augmenter.widen(part)
-        indices = self._order.samples_at(wide)
+        positions, indices = list_positions(wide), self._order.samples_at(wide)
         number = max(1, min(num_slices, len(indices))) if self.source.decodes_samples else 1
-        return PlannedPart(part, wide, indices, np.array_split(indices, number))
+        first = int(own[0] - positions[0]) if wide is not part else 0
+        return PlannedPart(positions, first, len(own), indices, np.array_split(indices, number))
 
     def fetch(self, indices: Indices) -> Fetched:
         """Return the samples at some indices, fetched."""
@@ -197,8 +202,8 @@ class PartReader:
         if self._augmenter is not None:
             data = self._augmenter.apply(
                 decoded,
-                plan.part,
-                plan.wide,
+                plan.positions,
+                slice(plan.first, plan.first + plan.num_samples),
                 plan.indices,
                 collate if source.decodes_samples else None,
                 stacks=source.stacks,
@@ -209,7 +214,7 @@ class PartReader:
             data = collate(decoded) if source.decodes_samples else decoded
         augment_s = time.perf_counter() - began_s - collate_s
         times = (sum(one.fetch_s for one in slices), sum(one.decode_s for one in slices), augment_s, collate_s)
-        num_lost = 0 if kept is None else plan.part.num_samples - len(kept)
+        num_lost = 0 if kept is None else plan.num_samples - len(kept)
         return ReadPart(data, times, num_lost, () if good is None else good.found)
 
     def _read_good(self, plan: PlannedPart, seeds: Sequence[int] | None) -> GoodSamples:
@@ -223,9 +228,8 @@ class PartReader:
 
 def _drop(data: Any, plan: PlannedPart, kept: list[int]) -> tuple[Any, list[int]]:
     """Return a part's samples without the bad ones, or the first if there is no other; and the places that are left."""
-    first, num_samples = plan.part.start - plan.wide.start, plan.part.num_samples
-    left = [place - first for place in kept if 0 <= place - first < num_samples]
-    return select(data, left or [0], num_samples), left
+    left = [place - plan.first for place in kept if 0 <= place - plan.first < plan.num_samples]
+    return select(data, left or [0], plan.num_samples), left
 
 
 def has_fetch(source: Source) -> bool:
@@ -238,7 +242,7 @@ class StepReads:
     """One step of one worker: the positions that each micro-batch reads, and the number of them that count."""
 
     interval: Interval
-    parts: list[Interval]
+    parts: list[Positions]
     counts: list[int]
     virtual_workers: list[int] | None = None
     """Virtual worker of each micro-batch, if there are any."""
@@ -309,7 +313,7 @@ def read_in_threads(
         ThreadPoolExecutor(num_threads, "paceline-decode") as pool,
     ):
 
-        def begin(part: Interval) -> Future[ReadPart]:
+        def begin(part: Positions) -> Future[ReadPart]:
             shared = _SharedPart(reader, reader.plan(part, num_threads))
             for number, indices in enumerate(shared.plan.slices):
                 pool.submit(shared.decode, number, fetching.submit(reader.fetch, indices))

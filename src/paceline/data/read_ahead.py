@@ -71,7 +71,7 @@ class ReadingClock:
     def __init__(self, limit_bytes: int = READ_AHEAD_BYTES) -> None:
         self._limit_bytes = limit_bytes
         self._changed = threading.Condition()
-        self._ready_bytes = self._largest_bytes = 0
+        self._ready_bytes = self._largest_bytes = self._guessed_bytes = 0
         self._is_closed = False
         self._totals, self._reported = _Totals(), _Totals()
         self._recent_s: deque[float] = deque(maxlen=_NUM_RECENT)
@@ -119,6 +119,11 @@ class ReadingClock:
         """Add time that the training waited for a step."""
         with self._changed:
             self._totals = self._totals._replace(waited_s=self._totals.waited_s + duration_s)
+
+    def expect(self, step_bytes: int) -> None:
+        """Take `step_bytes` for the size of a step until one is ready: else the first one is read alone."""
+        with self._changed:
+            self._guessed_bytes = step_bytes
 
     def has_room(self, num_reading: int) -> bool:
         """Return whether one more step may be read, beside `num_reading` that are being read."""
@@ -179,9 +184,10 @@ class ReadingClock:
         )
 
     def _has_room(self, num_reading: int) -> bool:
-        if not self._largest_bytes:
+        largest_bytes = self._largest_bytes or self._guessed_bytes
+        if not largest_bytes:
             return num_reading == 0
-        needed = self._ready_bytes + (num_reading + 1) * self._largest_bytes
+        needed = self._ready_bytes + (num_reading + 1) * largest_bytes
         return needed <= self._limit_bytes or (num_reading == 0 and self._ready_bytes == 0)
 
 

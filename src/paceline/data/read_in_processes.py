@@ -17,7 +17,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from paceline.data.batch import Batch
-from paceline.data.order import Interval
+from paceline.data.order import Positions
 from paceline.data.pipeline import PartReader, StepReads, finish_step
 from paceline.data.read_ahead import ReadingClock
 
@@ -78,7 +78,7 @@ class _PlannedParts:
 
     def __init__(self, steps: Iterator[StepReads], clock: ReadingClock, most_parts: int) -> None:
         self._source, self._clock, self._most_parts = steps, clock, most_parts
-        self._rest: deque[Interval] = deque()
+        self._rest: deque[Positions] = deque()
         self.steps: deque[StepReads] = deque()
         """Steps that are being read."""
         self.num_planned = self.num_read = 0
@@ -86,7 +86,7 @@ class _PlannedParts:
     def __iter__(self) -> "_PlannedParts":
         return self
 
-    def __next__(self) -> Interval:
+    def __next__(self) -> Positions:
         if self.num_planned - self.num_read >= self._most_parts:
             raise StopIteration
         if not self._rest:
@@ -113,9 +113,9 @@ class _Reader(Dataset[Any]):
     def __init__(self, reader: PartReader) -> None:
         self._reader = reader
 
-    def __getitem__(self, part: Interval) -> Any:
+    def __getitem__(self, part: Positions) -> Any:
         try:
-            return self._reader.read(Interval(*part), seeded=True)
+            return self._reader.read(part, seeded=True)
         except Exception as error:  # passed on unchanged; torch would put its traceback into its message
             trace = error.__traceback__
             return multiprocessing.pool.ExceptionWithTraceback(_portable(error), trace)  # type: ignore[attr-defined]

@@ -9,6 +9,7 @@ from paceline.data.augment.augmenter import Augmenter
 from paceline.data.bad_samples import BadSampleCount, BadSamples, FoundBadSample
 from paceline.data.content import describe_content
 from paceline.data.division import Batches, Ending, Shares, check_batch, find_progress
+from paceline.data.length_groups import open_groups
 from paceline.data.open_dataset import OpenDataset
 from paceline.data.order import ENDLESS, Interval, Ledger, apportion
 from paceline.data.pipeline import ReadSettings
@@ -40,6 +41,8 @@ class StepPlan:
         bad_samples: BadSamples,
         settings: ReadSettings,
         augment: Sequence[Any],
+        group_by_length: bool,
+        lengths: Sequence[int] | None,
     ) -> None:
         self._dataset, self._group, self._num_workers = dataset, group, group.size
         self._shares = Shares(shares, group.size)
@@ -49,9 +52,24 @@ class StepPlan:
         self._batches = Batches(self.order, self._first_batch, changes)
         self._ending = Ending(self.order, self._batches, num_epochs, num_steps)
         self._ends_unknown = self._stream is not None and num_epochs is not None
-        seed = self.order.seed
+        augmenter = self._open_augmenter(augment)
+        groups = open_groups(self.order, dataset.source, lengths, group_by_length=group_by_length)
+        if groups is not None and (dataset.grows or (augmenter is not None and augmenter.mixes)):
+            found = (
+                "data that grows, whose new lengths are unknown"
+                if dataset.grows
+                else ("augment that mixes samples beside each other in the order")
+            )
+            raise SettingsError(f"group_by_length must be false with {found}; leave one of them out")
         self._micro_batches = divide_steps(
-            self._batches, self._shares, group.rank, num_micro_batches, num_virtual_workers, adds_micro_batches, seed
+            self._batches,
+            self._shares,
+            group.rank,
+            num_micro_batches,
+            num_virtual_workers,
+            adds_micro_batches,
+            self.order.seed,
+            groups,
         )
         self.num_micro_batches = self._micro_batches.num_parts
         self._reader = StepReader(
@@ -62,7 +80,7 @@ class StepPlan:
             group,
             BadSampleCount(bad_samples),
             settings,
-            self._open_augmenter(augment),
+            augmenter,
             claim_size=max(1, round(self._first_batch / group.size)),
         )
         self._ledger = Ledger()
@@ -217,7 +235,7 @@ class StepPlan:
 
     def set_progress(self, num_steps: Mapping[int, int]) -> None:
         """Record the number of steps that each of some workers has done at its own pace; see `find_progress`."""
-        self._ledger = Ledger(*find_progress(self.order, self._batches, self._shares, num_steps))
+        self._ledger = Ledger(*find_progress(self.order, self._batches, self._micro_batches, num_steps))
 
     def take_bad_samples(self) -> list[FoundBadSample]:
         """Return the samples of this worker that could not be read, since the last call; each is named once."""

@@ -1,5 +1,6 @@
 """Reader of a worker's steps: it plans them ahead of their use, and reads them in a thread or in processes."""
 
+import math
 from collections.abc import Iterator
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ from paceline.data.division import Batches, Ending, MicroBatches, plan_steps
 from paceline.data.map_source import collate
 from paceline.data.mixing import warn_of_clumps
 from paceline.data.open_dataset import OpenDataset
-from paceline.data.order import Dispatcher, Interval, Ledger
+from paceline.data.order import Dispatcher, Interval, Ledger, Positions, list_positions
 from paceline.data.pipeline import (
     MAX_READERS,
     PartReader,
@@ -34,6 +35,9 @@ from paceline.data.read_in_processes import read_in_processes
 from paceline.data.stream import Stream
 from paceline.data.upcoming import UpcomingSamples, announce
 from paceline.data.virtual_workers import VirtualShares
+
+_NUMBER_BYTES = 2 * 8
+"""Largest size of a number of a sample, and of its target."""
 
 
 @dataclass(frozen=True)
@@ -94,6 +98,7 @@ class StepReader:
             advice = "let it draw from a generator that set_epoch seeds"
             return self._watch(self._read_stream(ledger, stream, device, clock), advice)
         assert self.dataset.source is not None
+        clock.expect(self._guess_bytes(ledger))
         reader = PartReader(self.dataset.source, self.dataset.order, self.bad_samples, self.augmenter)
         plan = self._plan(ledger, dispatcher)
         if self._is_auto:
@@ -119,6 +124,13 @@ class StepReader:
         """Judge whether the order mixes well, on one worker, and warn if it does not."""
         if self.dataset.source is not None and self.group.rank == 0:
             warn_of_clumps(self.dataset.source, self.dataset.chosen, self.dataset.order.seed, self.batches.first)
+
+    def _guess_bytes(self, ledger: Ledger) -> int:
+        """Return about the size of this worker's next step, at most; 0 if samples are of unknown size."""
+        assert self.dataset.source is not None
+        shape = self.dataset.source.spec.input_shape
+        num_samples = -(-self.batches.at(ledger.next_claim) // self.group.size)
+        return num_samples * _NUMBER_BYTES * (math.prod(shape) + 1) if shape else 0
 
     def _watch(self, steps: Iterator[list[Batch]], advice: str) -> Iterator[list[Batch]]:
         if self._is_threaded:  # workers that draw from one generator
@@ -164,7 +176,7 @@ class StepReader:
         reads_ahead = self._is_auto or self._num_processes or self._has_stages
         return announce(source, upcoming, plan, self.max_steps_ahead if reads_ahead else 0)
 
-    def _divide(self, position: int) -> tuple[Interval, list[Interval]]:
+    def _divide(self, position: int) -> tuple[Interval, list[Positions]]:
         """Return the step from a position on, and this worker's parts of it, by the currently planned batches."""
         interval = self.dataset.order.next_batch(position, self.batches.rest_at(position))
         return interval, self.micro_batches.cut(interval).parts
@@ -179,7 +191,10 @@ class StepReader:
             if not samples:
                 return
             step = self.micro_batches.cut(ledger.claim(self.dataset.order, len(samples)))
+            collate_fn = self.dataset.collate_fn
             with clock.timing("collate"):
-                collated = [collate(samples[a - start : b - start], self.dataset.collate_fn) for a, b in step.parts]
+                collated = [
+                    collate([samples[at - start] for at in list_positions(part)], collate_fn) for part in step.parts
+                ]
                 made = step.make_batches([ReadPart(data, ()) for data in collated], device)
             yield made

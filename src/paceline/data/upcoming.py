@@ -3,8 +3,10 @@
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 
+import numpy as np
+
 from paceline.data.base import Source
-from paceline.data.order import GlobalOrder, Interval
+from paceline.data.order import GlobalOrder, Interval, Positions, list_positions
 from paceline.data.orders import Indices
 from paceline.data.pipeline import StepReads
 
@@ -24,7 +26,7 @@ class UpcomingSamples:
         order: GlobalOrder,
         position: int,
         stop: int | None,
-        divide: Callable[[int], tuple[Interval, Sequence[tuple[int, int]]]],
+        divide: Callable[[int], tuple[Interval, Sequence[Positions]]],
     ) -> None:
         self.position = position
         """Position before which this worker reads no more; the loader moves it."""
@@ -36,10 +38,10 @@ class UpcomingSamples:
         """Return the index of the sample at each position."""
         return self._order.samples_at(Interval(start, stop))
 
-    def step_at(self, position: int) -> tuple[int, Sequence[tuple[int, int]]]:
-        """Return the end of the step that begins at a position, and its parts that this worker reads."""
+    def step_at(self, position: int) -> tuple[int, Indices]:
+        """Return the end of the step that begins at a position, and the positions in it that this worker reads."""
         interval, parts = self._divide(position)
-        return interval.stop, parts
+        return interval.stop, np.concatenate([list_positions(part) for part in parts])
 
 
 def announce(

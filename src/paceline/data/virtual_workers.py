@@ -1,6 +1,7 @@
 """Division of global batches among virtual workers, whose number stays the same whatever workers there are."""
 
 import random
+from collections.abc import Sequence
 from itertools import accumulate, pairwise
 
 import numpy as np
@@ -8,7 +9,8 @@ import torch
 
 from paceline.data.batch import Batch
 from paceline.data.division import Batches, MicroBatches, Shares
-from paceline.data.order import GlobalOrder, Interval, apportion
+from paceline.data.length_groups import LengthGroups
+from paceline.data.order import GlobalOrder, Interval, Positions, apportion, count_positions
 from paceline.data.permutation import derive_seed
 from paceline.data.pipeline import StepReads
 from paceline.errors import SettingsError
@@ -24,6 +26,7 @@ def divide_steps(
     num_virtual_workers: int | None,
     adds_micro_batches: bool,
     seed: int,
+    groups: LengthGroups | None = None,
 ) -> MicroBatches:
     """Return the division of steps into micro-batches: of shares, or among virtual workers if there are any.
 
@@ -32,7 +35,7 @@ def divide_steps(
     """
     check_whole("num_micro_batches", num_micro_batches, 1)
     if num_virtual_workers is None:
-        return MicroBatches(batches, shares, rank, num_micro_batches, adds=adds_micro_batches)
+        return MicroBatches(batches, shares, rank, num_micro_batches, adds=adds_micro_batches, groups=groups)
     check_whole("num_virtual_workers", num_virtual_workers, 1)
     found = ""
     if num_micro_batches > 1 or adds_micro_batches:
@@ -41,7 +44,7 @@ def divide_steps(
         found = f"shares {shares.newest}: parts are equal; leave shares out"
     if found:
         raise SettingsError(f"num_virtual_workers must come alone, but got {num_virtual_workers} with {found}")
-    return VirtualShares(batches, SummationTree(num_virtual_workers, len(shares.newest)), rank, seed)
+    return VirtualShares(batches, SummationTree(num_virtual_workers, len(shares.newest)), rank, seed, groups)
 
 
 class VirtualShares(MicroBatches):
@@ -52,12 +55,17 @@ class VirtualShares(MicroBatches):
         tree: Virtual workers of each worker.
         rank: This worker's rank.
         seed: Random seed of the training.
+        groups: Groups of similar length that samples are dealt to; None to take them in their order.
     """
 
-    def __init__(self, batches: Batches, tree: SummationTree, rank: int, seed: int) -> None:
+    def __init__(
+        self, batches: Batches, tree: SummationTree, rank: int, seed: int, groups: LengthGroups | None = None
+    ) -> None:
         num_workers = len({block.rank for block in tree.blocks})
         # The least number that a worker has: all must know alike how far any of them may read ahead.
-        super().__init__(batches, Shares(None, num_workers), rank, tree.num_terms // num_workers, adds=False)
+        super().__init__(
+            batches, Shares(None, num_workers), rank, tree.num_terms // num_workers, adds=False, groups=groups
+        )
         self._mine, self._seed = tree.terms_of(rank), seed
         self._weights = [1.0] * tree.num_terms
 
@@ -67,12 +75,16 @@ class VirtualShares(MicroBatches):
 
     def cut(self, interval: Interval, *, is_all_mine: bool = False) -> StepReads:
         """Cut out the parts of this worker's virtual workers."""
-        ends = accumulate(apportion(interval.num_samples, self._weights), initial=interval.start)
-        parts = [Interval(*part) for part in pairwise(ends)]
-        counts = [parts[number].num_samples for number in self._mine]
+        parts: Sequence[Positions]
+        if self._groups is not None:
+            parts = self._groups.divide(interval, self._weights)
+        else:
+            ends = accumulate(apportion(interval.num_samples, self._weights), initial=interval.start)
+            parts = [Interval(*part) for part in pairwise(ends)]
+        counts = [count_positions(parts[number]) for number in self._mine]
         # A virtual worker without samples borrows the batch's first: see Batch.num_samples.
         borrowed = Interval(interval.start, interval.start + 1)
-        read = [parts[number] if parts[number].num_samples else borrowed for number in self._mine]
+        read = [parts[number] if count_positions(parts[number]) else borrowed for number in self._mine]
         return StepReads(interval, read, counts, self._mine)
 
     def begin(self, batch: Batch) -> None:
@@ -90,5 +102,5 @@ class VirtualShares(MicroBatches):
         stretches = [(start, batch) for _, start, batch in self._batches.state(position) if start < end]
         for (start, batch), (stop, _) in pairwise([*stretches, (end, 0)]):
             for size in order.batch_sizes(start, stop, batch):
-                sizes.update(apportion(size, self._weights))
+                sizes.update(apportion(size, self._weights) + [1] * (self._groups is not None))
         return sizes - {0}, sizes - {0}

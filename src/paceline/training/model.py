@@ -5,7 +5,9 @@ from typing import ClassVar, NamedTuple, Self
 
 from torch import nn
 
-from paceline.data.base import Spec
+from paceline.data.base import Data, Spec
+from paceline.data.formats.file_data import FileData
+from paceline.data.padding import Padding
 from paceline.errors import SettingsError
 from paceline.functions import Function
 from paceline.registry import Family, register
@@ -110,4 +112,20 @@ def check_documents(model: Model, layout: Layout) -> None:
         raise ValueError(
             f"layout must have no pipeline with data packed_text, whose documents only the first stage would know, but "
             f"got {layout}; take data text, or other axes"
+        )
+
+
+def check_unequal(data: Data, padding: Padding | None, layout: Layout) -> None:
+    """Refuse a layout in which micro-batches of unequal lengths cannot be divided."""
+    is_unequal = padding is not None or (isinstance(data, FileData) and data.padding == "longest")
+    if is_unequal and layout.pipeline > 1:
+        raise ValueError(
+            "samples must have one length where the layout has a pipeline, whose micro-batches have one shape, but got "
+            f"padding to the longest with {layout}; take data.padding sequence_length, or other axes"
+        )
+    if is_unequal and layout.context > 1 and (padding is None or padding.multiple_of % (2 * layout.context)):
+        raise ValueError(
+            f"padding.multiple_of must be a multiple of {2 * layout.context} for a context axis of {layout.context}, "
+            f"which divides each sequence, but got {padding.multiple_of if padding is not None else 1}; give "
+            f"--padding.multiple_of {2 * layout.context}, or data.padding sequence_length"
         )

@@ -1,15 +1,17 @@
 """A run: one complete configuration of a training."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, ModelWrapValidatorHandler, field_validator, model_validator
 
 from paceline.comm.join import DEFAULT_TIMEOUT_S
 from paceline.compression.codec import Codec
-from paceline.data import BadSamples, Full, FunctionData, GlobalOrder, IterableSource, PackedText, SampleOrder
+from paceline.data import BadSamples, Full, FunctionData, GlobalOrder, IterableSource, PackedText, Padding, SampleOrder
 from paceline.data.augment import Augmentation
-from paceline.data.base import Data, Splits
+from paceline.data.augment.held_out import open_held_out
+from paceline.data.base import Data, Source, Splits
 from paceline.data.datasets import Collate
 from paceline.data.order import choose_tail
 from paceline.data.read_ahead import READ_AHEAD_BYTES
@@ -34,7 +36,7 @@ from paceline.training.compiling import NO_COMPILER, check_compiler_fits
 from paceline.training.growth import Growth, check_growth
 from paceline.training.initial import InitialWeights
 from paceline.training.metrics import Metrics
-from paceline.training.model import Model, check_documents
+from paceline.training.model import Model, check_documents, check_unequal
 from paceline.training.noise_scale import check_noise
 from paceline.training.objective import Objective, OnBatch
 from paceline.training.state_in_memory import PeerMemorySettings
@@ -64,6 +66,11 @@ class Run(Settings):
     """Passes over the data set."""
     collate_fn: Collate | None = None
     """Function that makes a batch from a list of samples; by default tensors are stacked."""
+    padding: Padding | None = None
+    """Padding of samples to the longest of their batch, in place of `collate_fn`; none for samples of one size."""
+    group_by_length: bool = False
+    """Whether the samples of each global batch are sorted by length and dealt to workers and micro-batches so that each
+    has little padding and a like number of tokens; for samples that are padded to the longest of their batch."""
     order: SampleOrder | None = None
     """Order of each epoch's samples: full, windows of shards, or sequential; by default full, or a DataLoader's own."""
     bad_samples: BadSamples = BadSamples()
@@ -264,6 +271,9 @@ class Run(Settings):
                 f"collate_fn must come with a function that returns data sets, but got data {self.data.name}, which "
                 "makes its own batches; leave it out"
             )
+        if self.padding is not None and self.collate_fn is not None:
+            raise ValueError("padding or collate_fn must be left out, each of which makes batches; give one")
+        check_unequal(self.data, self.padding, self.layout)
         if self.stop_after is not None and not self.evaluate_interval:
             raise ValueError("evaluate_interval must be more than 0 with stop_after, which counts evaluations; give it")
         choose_tail(drop_last=self.drop_last, join_epochs=self.join_epochs)
@@ -362,8 +372,14 @@ class Run(Settings):
             DataError: The data is missing, empty, damaged or of the wrong type.
         """
         if isinstance(self.data, FunctionData):
-            return self.data.open_with(self.collate_fn.call if self.collate_fn is not None else None)
-        return self.data.open()
+            splits = self.data.open_with(self.collate_fn.call if self.collate_fn is not None else None)
+        else:
+            splits = self.data.open()
+        if self.padding is not None:
+            splits = splits.with_collate(self.padding)
+        if isinstance(splits.held_out, Source):
+            splits = replace(splits, held_out=open_held_out(splits.held_out, self.augment))
+        return splits
 
     def count_steps(self, splits: Splits) -> int:
         """Return the number of updates, by the length of the data where `num_epochs` is given.

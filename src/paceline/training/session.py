@@ -366,10 +366,10 @@ def make_loader(
         SettingsError: The settings do not fit each other, the data or the number of workers.
     """
     schedule = run.batch_schedule
-    if schedule.smallest(run.global_batch) < workers.size:
+    if (smallest := schedule.smallest(run.global_batch)) < workers.size:
         raise SettingsError(
             f"global_batch must be at least the number of workers, but batch_schedule {schedule.name} may take it to "
-            f"{schedule.smallest(run.global_batch)} with {workers.size} workers; start fewer, or keep it larger"
+            f"{smallest} with {workers.size} workers; start fewer, or keep it larger"
         )
     return Loader(
         splits.train,
@@ -391,6 +391,7 @@ def make_loader(
         num_threads=run.num_data_threads,
         read_ahead_bytes=run.read_ahead_bytes,
         augment=run.augment,
+        group_by_length=run.group_by_length,
         dispatcher=dispatcher,
         changes=schedule.plan(run.global_batch, run.count_steps(splits)),
         adds_micro_batches=schedule.adds_micro_batches,
@@ -495,6 +496,5 @@ def _log_start(session: Session) -> None:
             raise SettingsError(
                 "keep_best and stop_after must come with held-out data, but there is none; return (train, held_out)"
             )
-        session.log_event(
-            Warned(message="the data has no held-out part, so that nothing is evaluated; return (train, held_out)")
-        )
+        message = "the data has no held-out part, so that nothing is evaluated; return (train, held_out)"
+        session.log_event(Warned(message=message))

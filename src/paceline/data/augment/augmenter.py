@@ -15,7 +15,7 @@ from paceline.data.augment.function import CalledAugmentation
 from paceline.data.augment.leaves import list_leaves
 from paceline.data.base import Spec
 from paceline.data.batch import select
-from paceline.data.order import GlobalOrder, Interval
+from paceline.data.order import GlobalOrder, Interval, Positions
 from paceline.data.orders import Indices
 from paceline.registry import Settings
 
@@ -58,7 +58,8 @@ class Augmenter:
     def __init__(self, given: Sequence[Any], order: GlobalOrder, spec: Spec) -> None:
         self.operations = [open_operation(each) for each in given]
         self._order, self._spec = order, spec
-        self._mixes = any(operation.mixes for operation in self.operations)
+        self.mixes = any(operation.mixes for operation in self.operations)
+        """Whether samples are mixed with those beside them."""
 
     @property
     def draws_globally(self) -> bool:
@@ -70,18 +71,19 @@ class Augmenter:
         """Whether several threads may augment at once."""
         return all(operation.is_thread_safe for operation in self.operations)
 
-    def widen(self, part: Interval) -> Interval:
+    def widen(self, part: Positions) -> Positions:
         """Return the positions to read for those of `part`: with the partners of the first and the last."""
-        if not self._mixes:
+        if not self.mixes:
             return part
+        assert isinstance(part, Interval), "samples that are mixed are not grouped by length"
         first, last = self._partner_of(part.start), self._partner_of(part.stop - 1)
         return Interval(min(part.start, first), max(part.stop, last + 1))
 
     def apply(
         self,
         decoded: Any,
-        part: Interval,
-        wide: Interval,
+        positions: Indices,
+        own: slice,
         indices: Indices,
         collate: Callable[[list[Any]], Any] | None,
         *,
@@ -91,14 +93,16 @@ class Augmenter:
 
         Args:
             decoded: Batch of the samples at `wide`; or a list of them, if there is a `collate`.
-            part: Positions of the batch.
-            wide: Positions that were read: see `widen`.
+            positions: Positions that were read: see `widen`.
+            own: Places of the batch's samples among them.
             indices: Indices of their samples.
             collate: Function that makes a batch from a list of samples; None where they are one.
             stacks: Whether `collate` stacks samples, so that a batch has their leaves.
         """
-        partners = np.array([self._partner_of(position) - wide.start for position in range(*wide)], dtype=np.int64)
-        epochs = self._order.epochs_at(wide)
+        partners = np.arange(len(positions))
+        if self.mixes:
+            partners = np.array([self._partner_of(position) for position in positions.tolist()]) - positions[0]
+        epochs = self._order.epochs_at(positions)
         samples = Samples(decoded, partners, self._spec, is_batch=collate is None)
         for number, operation in enumerate(self.operations):
             if not (samples.is_batch or operation.keeps_values) and (
@@ -110,9 +114,9 @@ class Augmenter:
         if not samples.is_batch:
             assert collate is not None
             samples = Samples(collate(samples.tree), partners, self._spec)
-        if wide == part:
+        if own == slice(0, len(positions)):
             return samples.tree
-        return select(samples.tree, slice(part.start - wide.start, part.stop - wide.start), wide.num_samples)
+        return select(samples.tree, own, len(positions))
 
     def _partner_of(self, position: int) -> int:
         epoch = self._order.epoch_of(position)

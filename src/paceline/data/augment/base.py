@@ -79,6 +79,10 @@ class Augmentation(Family):
         """Whether several threads may apply it at once."""
         return True
 
+    def apply_held_out(self, samples: Samples) -> Samples:
+        """Return held-out samples as the operation makes them comparable with the changed ones; here unchanged."""
+        return samples
+
     @abstractmethod
     def apply(self, samples: Samples, draws: Draws) -> Samples:
         """Return the samples, changed; tensors are never changed in place.

@@ -14,6 +14,8 @@ from paceline.data.augment.draws import Draws, Integers
 from paceline.errors import DataError
 from paceline.registry import register
 
+_HELD_OUT_SCALE = 8 / 7
+"""Shorter side of a held-out image, as a multiple of the part in its centre."""
 _BOX_ATTEMPTS = 10
 """Attempts at a part that fits into the image, as in the usual implementations."""
 
@@ -61,6 +63,29 @@ class Crop(ImageAugmentation):
             samples = samples.set(path, make_rows(cut, samples.get(path), is_batch=samples.is_batch))
         return samples
 
+    def apply_held_out(self, samples: Samples) -> Samples:
+        """Return the samples with the centre of their images, of the same size as in training.
+
+        Raises:
+            DataError: An image is smaller than the part.
+        """
+        size = self.size
+        if size is None:
+            return samples
+
+        def cut(image: Tensor, _: int) -> Tensor:
+            height, width = image.shape[-2:]
+            if min(height, width) + 2 * self.padding < size:
+                raise DataError(
+                    f"an image must be at least as large as its crop with padding {self.padding}, {size} pixels, but "
+                    f"got {height} x {width}; choose a smaller size, or random_resized_crop"
+                )
+            return cut_centre(F.pad(image, (self.padding,) * 4, value=self.fill) if self.padding else image, size)
+
+        for path in self.find_leaves(samples):
+            samples = samples.set(path, make_rows(cut, samples.get(path), is_batch=samples.is_batch))
+        return samples
+
 
 @register("random_resized_crop")
 class RandomResizedCrop(ImageAugmentation):
@@ -97,6 +122,31 @@ class RandomResizedCrop(ImageAugmentation):
         for path in paths:
             samples = samples.set(path, make_rows(cut, samples.get(path), is_batch=samples.is_batch))
         return samples
+
+    def apply_held_out(self, samples: Samples) -> Samples:
+        """Return the samples with the centre of their images, resized to the same size as in training.
+
+        The shorter side is resized to 8/7 of the size, as in the usual evaluation (256 for 224); images that keep
+        their own size stay as they are.
+        """
+        size = self.size
+        if size is None:
+            return samples
+
+        def cut(image: Tensor, _: int) -> Tensor:
+            scale = size * _HELD_OUT_SCALE / min(image.shape[-2:])
+            target = tuple(max(size, round(side * scale)) for side in image.shape[-2:])
+            return cut_centre(resize(image, target), size)
+
+        for path in self.find_leaves(samples):
+            samples = samples.set(path, make_rows(cut, samples.get(path), is_batch=samples.is_batch))
+        return samples
+
+
+def cut_centre(image: Tensor, size: int) -> Tensor:
+    """Return the square in the middle of an image that is as large at least."""
+    top, left = ((side - size) // 2 for side in image.shape[-2:])
+    return image[..., top : top + size, left : left + size]
 
 
 def draw_boxes(draws: Draws, sizes_B2: Integers, scale: tuple[float, float], ratio: tuple[float, float]) -> Integers:

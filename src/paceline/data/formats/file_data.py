@@ -6,7 +6,7 @@ Shapes: C channels, S pixels of a side after resizing, T tokens of a sample (`se
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -20,6 +20,7 @@ from paceline.data.formats.leaves import KEY, find_image_type, flatten
 from paceline.data.formats.source import FileSource
 from paceline.data.image_decoding import Decoder, decode_image
 from paceline.data.images import normalise
+from paceline.data.padding import Padding
 from paceline.data.storage import StoreSettings
 from paceline.errors import DataError, SettingsError
 from paceline.registry import register
@@ -53,6 +54,9 @@ class FileData(Data):
     """Decoder of JPEG files: pillow, or simplejpeg, which takes half the time."""
     sequence_length: int = Field(128, ge=1)
     """Number of tokens of a sample."""
+    padding: Literal["sequence_length", "longest"] = "sequence_length"
+    """Length that tokens and text are padded to: sequence_length, or that of the longest sample of a batch, which takes
+    less time where many are short; both cut longer ones."""
     vocab_size: int = Field(NUM_BYTES, ge=1)
     """Number of different tokens: 256 for bytes, more for most token files."""
     num_classes: int | None = Field(None, ge=2)
@@ -99,7 +103,10 @@ class FileData(Data):
         name = self.input or _guess_input(first, path)
         value = _find_leaf(first, name, "input", path)
         if isinstance(value, str) or _is_row_of_tokens(name, value):
-            transform: Any = NextTokens(name, self.sequence_length, self.vocab_size)
+            is_padded = self.padding == "sequence_length"
+            transform: Any = NextTokens(name, self.sequence_length, self.vocab_size, is_padded=is_padded)
+            if not is_padded:
+                source = source.with_collate(Padding(label_value=NOT_ASKED))
             spec = Spec(self.vocab_size, (self.sequence_length,))
         else:
             target = self.target or next((leaf for leaf in _TARGETS if leaf in first), "")
@@ -149,11 +156,15 @@ class Labelled:
 
 @dataclass(frozen=True)
 class NextTokens:
-    """What makes inputs_T and targets_T of a row of tokens or of text; what shorter ones lack asks nothing."""
+    """What makes inputs_T and targets_T of a row of tokens or of text; what shorter ones lack asks nothing.
+
+    Where rows are not padded here, T is theirs, at least 1.
+    """
 
     input: str
     sequence_length: int
     vocab_size: int
+    is_padded: bool = True
 
     def __call__(self, tree: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
         """Return tokens and the next ones, int64.
@@ -169,7 +180,8 @@ class NextTokens:
                 f"tokens must be from 0 to below data.vocab_size = {self.vocab_size}, but got {found.min()} to "
                 f"{found.max()}; set data.vocab_size to {found.max() + 1} or more"
             )
-        row = np.full(self.sequence_length + 1, NOT_ASKED, dtype=np.int64)
+        length = self.sequence_length + 1 if self.is_padded else max(2, len(found))
+        row = np.full(length, NOT_ASKED, dtype=np.int64)
         row[: len(found)] = found
         both = torch.from_numpy(row)
         return both[:-1].clamp_min(0), both[1:].clone()

@@ -7,6 +7,7 @@ import numpy as np
 
 from paceline.data.base import Source
 from paceline.data.formats.source import FileSource
+from paceline.data.map_source import CollateFn
 from paceline.data.orders import Indices
 from paceline.data.storage import Extent
 from paceline.data.storage.base import Upcoming
@@ -26,6 +27,7 @@ class PartOfSource(Source):
     def __init__(self, source: FileSource, distance: int, *, held_out: bool) -> None:
         self.source, self.spec = source, source.spec
         self.is_thread_safe, self.stacks = source.is_thread_safe, source.stacks
+        self.collate_fn = source.collate_fn
         self._distance, self._held_out = distance, held_out
         ends = np.cumsum([0, *source.shard_sizes])
         before = -(-ends // distance)
@@ -48,6 +50,10 @@ class PartOfSource(Source):
     def fingerprint(self) -> str:
         """Identifier of the content of all the data."""
         return self.source.fingerprint
+
+    def with_collate(self, collate_fn: CollateFn) -> "PartOfSource":
+        """Return the part with another function that makes a batch from a list of samples."""
+        return PartOfSource(self.source.with_collate(collate_fn), self._distance, held_out=self._held_out)
 
     def locate(self, indices: Indices) -> list[Extent]:
         """Return the ranges of bytes that reading samples touches."""

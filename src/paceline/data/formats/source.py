@@ -102,7 +102,7 @@ class FileSource(Source):
                 stacklevel=2,
             )
         self.storage: Storage = VerifiedStorage(place.storage, self.manifest) if verify else place.storage
-        self._transform, self._collate_fn, self.spec = transform, collate_fn, spec or Spec()
+        self._transform, self.collate_fn, self.spec = transform, collate_fn, spec or Spec()
         self.stacks, self.is_thread_safe = collate_fn is None, transform is None and collate_fn is None
         files = self.manifest.files
         self._record_ends = np.fromiter(accumulate(file.num_records for file in files), np.int64, len(files))
@@ -138,6 +138,12 @@ class FileSource(Source):
         """Return the source with another function that makes samples; it shares the index."""
         other = copy.copy(self)
         other._transform, other.is_thread_safe = transform, is_thread_safe
+        return other
+
+    def with_collate(self, collate_fn: CollateFn) -> "FileSource":
+        """Return the source with another function that makes a batch from a list of samples; it shares the index."""
+        other = copy.copy(self)
+        other.collate_fn, other.stacks = collate_fn, False
         return other
 
     def locate(self, indices: Indices) -> list[Extent]:
@@ -193,7 +199,7 @@ class FileSource(Source):
         Raises:
             DataError: Samples cannot be stacked.
         """
-        return collate(samples, self._collate_fn)
+        return collate(samples, self.collate_fn)
 
     def read_trees(self, indices: Indices) -> list[dict[str, Any]]:
         """Return samples as the files hold them: trees of leaves, images still as bytes.

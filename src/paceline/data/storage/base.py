@@ -43,8 +43,8 @@ class Upcoming(Protocol):
     def samples(self, start: int, stop: int) -> Indices:
         """Return the index of the sample at each position."""
 
-    def step_at(self, position: int) -> tuple[int, Sequence[tuple[int, int]]]:
-        """Return the end of the step that begins at a position, and its parts (start, stop) that this worker reads."""
+    def step_at(self, position: int) -> tuple[int, Indices]:
+        """Return the end of the step that begins at a position, and the positions in it that this worker reads."""
 
 
 Locate = Callable[[Indices], Sequence[tuple[str, int, int]]]

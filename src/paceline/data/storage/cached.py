@@ -86,9 +86,9 @@ class CachedStorage(Storage):
         self._next_use = NextUse()
         self._upcoming: Upcoming | None = None
         self._locate: Locate = lambda samples: []
-        self._own: Sequence[tuple[int, int]] = ()
+        self._own: frozenset[int] = frozenset()
         self._own_end = 0
-        """End of the step whose parts `_own` are."""
+        """End of the step of which `_own` are the positions that this worker reads."""
         self._fetchers = Fetchers(num_parallel, self._look_ahead)
         _opened.add(self)
 
@@ -157,7 +157,7 @@ class CachedStorage(Storage):
         with self._lock:
             self._upcoming, self._locate = upcoming, locate
             self._cursor = self._own_end = upcoming.position
-            self._done, self._own = set(), ()
+            self._done, self._own = set(), frozenset()
             self._next_use.follow(upcoming)
         self._fetchers.start()
 
@@ -451,8 +451,9 @@ class CachedStorage(Storage):
         if self.peers is not None and self.peers.is_home(key):
             return True
         while self._own_end <= position:
-            self._own_end, self._own = upcoming.step_at(self._own_end)
-        return any(start <= position < stop for start, stop in self._own)
+            self._own_end, own = upcoming.step_at(self._own_end)
+            self._own = frozenset(own.tolist())
+        return position in self._own
 
 
 _opened: weakref.WeakSet[CachedStorage] = weakref.WeakSet()

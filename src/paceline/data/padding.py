@@ -1,0 +1,122 @@
+"""Padding of samples of unequal length to the longest of their batch.
+
+Shapes: B samples of a batch, T their largest length.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from paceline.data.augment.leaves import get_leaf, list_leaves, set_leaf
+from paceline.data.batch import LABELS, describe
+from paceline.data.map_source import collate
+from paceline.errors import DataError
+from paceline.registry import Settings
+
+
+class Padding(Settings):
+    """A `collate_fn` that pads leaves along their first dim to the longest of the batch, then stacks as torch does."""
+
+    leaves: tuple[str, ...] = ()
+    """Paths of the leaves that are padded, such as ids, or 0 for the first of a pair; the first one's length is that of
+    a sample. By default all tensors, arrays and lists of numbers; those that are equally long stay as they are."""
+    value: float = 0
+    """Value of what is added."""
+    label_value: float = -100
+    """Value of what is added to labels, which no loss of ours counts: the second of a pair, or what a mapping has under
+    labels, label, targets or target."""
+    mask: str = ""
+    """Key under which a mapping gets a mask x_BT, true for what is no padding, such as attention_mask. A pair, with any
+    name here, gets it as one more input; none by default."""
+    multiple_of: int = Field(1, ge=1)
+    """Number of which padded lengths are multiples."""
+
+    def __call__(self, samples: list[Any]) -> Any:
+        """Return a batch of a list of samples.
+
+        Raises:
+            DataError: A leaf is missing or has no length, or samples cannot be stacked for another reason.
+        """
+        leaves = self._find_leaves(samples[0])
+        lengths = [self.length_of(sample) for sample in samples] if self.mask else []
+        longest = 0
+        for path in leaves:
+            rows = [_as_tensor(get_leaf(sample, path), path) for sample in samples]
+            longest = max(longest, max(len(row) for row in rows))
+        target = -(-longest // self.multiple_of) * self.multiple_of
+        for path in leaves:
+            rows = [_as_tensor(get_leaf(sample, path), path) for sample in samples]
+            own = len(rows[0]) if len({len(row) for row in rows}) == 1 and path != leaves[0] else target
+            fill = self.label_value if _is_label(samples[0], path) else self.value
+            padded = [_pad(row, own, fill) for row in rows]
+            samples = [set_leaf(sample, path, row) for sample, row in zip(samples, padded, strict=True)]
+        batch = collate(samples, None)
+        return self._with_mask(batch, lengths, target) if self.mask else batch
+
+    def length_of(self, sample: Any) -> int:
+        """Return the length of a sample: that of the first leaf that is padded.
+
+        Raises:
+            DataError: There is no such leaf, or it has no length.
+        """
+        path = self._find_leaves(sample)[0]
+        leaf = get_leaf(sample, path)
+        return len(leaf) if isinstance(leaf, list) else len(_as_tensor(leaf, path))
+
+    def _find_leaves(self, sample: Any) -> tuple[str, ...]:
+        if self.leaves:
+            return self.leaves
+        found = [path for path, leaf in list_leaves(sample) if isinstance(leaf, Tensor | np.ndarray) and leaf.ndim]
+        if not found:
+            raise DataError(
+                f"samples that are padded must hold a tensor or an array with a length, but got {describe(sample)}; "
+                "turn lists of numbers into tensors in the data set"
+            )
+        return tuple(found)
+
+    def _with_mask(self, batch: Any, lengths: list[int], longest: int) -> Any:
+        mask = torch.arange(longest) < torch.tensor(lengths)[:, None]
+        if isinstance(batch, Mapping):
+            return {**batch, self.mask: mask}
+        if isinstance(batch, tuple | list) and len(batch) == 2:
+            inputs, targets = batch
+            return (*(inputs if isinstance(inputs, tuple | list) else (inputs,)), mask), targets
+        raise DataError(
+            f"samples must be mappings, or pairs (inputs, targets), to get a mask, but got {describe(batch)}; return "
+            "such from the data set, or leave padding.mask out"
+        )
+
+
+def _is_label(sample: Any, path: str) -> bool:
+    """Return whether a leaf holds labels."""
+    if isinstance(sample, tuple | list) and len(sample) == 2:
+        return path.partition(".")[0] == str((getattr(sample, "_fields", None) or range(2))[1])
+    return path.rpartition(".")[2] in LABELS
+
+
+def _as_tensor(leaf: Any, path: str) -> Tensor:
+    tensor = leaf if isinstance(leaf, Tensor) else torch.as_tensor(leaf) if _is_row(leaf) else torch.zeros(())
+    if not tensor.dim():
+        raise DataError(
+            f"a leaf that is padded must be a tensor, an array or a list of numbers, but {path or 'it'} is "
+            f"{describe(leaf)}; name others in padding.leaves"
+        )
+    return tensor
+
+
+def _is_row(leaf: Any) -> bool:
+    return isinstance(leaf, np.ndarray) or (
+        isinstance(leaf, list) and all(isinstance(one, int | float) for one in leaf)
+    )
+
+
+def _pad(row: Tensor, length: int, fill: float) -> Tensor:
+    if len(row) == length:
+        return row
+    padded = row.new_full((length, *row.shape[1:]), fill)  # type: ignore[arg-type]  # of torch's stubs
+    padded[: len(row)] = row
+    return padded
