@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import nn
 
 from paceline.data.batch import map_tensors
 from paceline.data.orders import Arrangement, Indices, SampleOrder
@@ -30,7 +31,8 @@ class Source(torch.utils.data.Dataset[Any]):
     """Samples under indices 0..len-1, read a batch at a time by a background thread, or by loader processes.
 
     A sample must depend on its index alone: a draw from a global random generator would also change the model's
-    dropout, and could not be repeated on resume.
+    dropout, and could not be repeated on resume. Only a source that makes samples with the model itself, which `watch`
+    gives it, depends on that too.
     """
 
     spec: Spec = Spec()
@@ -41,6 +43,9 @@ class Source(torch.utils.data.Dataset[Any]):
     """Whether `decode` returns a list of samples, which `collate` makes a batch of."""
     stacks: bool = True
     """Whether `collate` stacks samples, so that a batch has the same leaves as a sample."""
+    steps_ahead: int | None = None
+    """Steps that may be read before the training asks for them, which a source that makes samples with the model limits
+    to that lag; 0 for samples of its newest parameters, None for as many as a loader likes."""
 
     @property
     def fingerprint(self) -> str:
@@ -87,6 +92,12 @@ class Source(torch.utils.data.Dataset[Any]):
 
         A source of files passes it to its storage, with the function that returns where samples lie: see
         `Storage.expect`.
+        """
+
+    def watch(self, module: nn.Module) -> None:
+        """Take note of the module that is trained, or evaluated, on the samples; unused here.
+
+        A source that makes samples with it reads its parameters.
         """
 
     def __getitem__(self, index: int) -> Any:

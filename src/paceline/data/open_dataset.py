@@ -139,6 +139,11 @@ def open_dataset(
             f"num_processes must be 0 for data that grows, whose new samples forked processes would not see, but got "
             f"{num_processes}; leave it out"
         )
+    if source.steps_ahead is not None and num_processes:
+        raise SettingsError(
+            f"num_processes must be 0 for samples that are made with the model, which forked processes would not see "
+            f"learn, but got {num_processes}; leave it out"
+        )
     arrangement = source.arrange(chosen, seed)
     global_order = GlobalOrder(arrangement.num_samples, seed, tail=tail, arrangement=arrangement)
     return OpenDataset(name, sketch, source, None, global_order, grows, chosen, collate_fn)

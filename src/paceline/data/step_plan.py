@@ -66,7 +66,8 @@ class StepPlan:
             claim_size=max(1, round(self._first_batch / group.size)),
         )
         self._ledger = Ledger()
-        self._clock = ReadingClock(settings.read_ahead_bytes)
+        steps_ahead = dataset.source.steps_ahead if dataset.source is not None else None
+        self._clock = ReadingClock(settings.read_ahead_bytes, steps_ahead)
 
     def _open_augmenter(self, augment: Sequence[Any]) -> Augmenter | None:
         if not augment:

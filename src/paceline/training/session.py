@@ -15,7 +15,7 @@ from paceline.checkpoint.peer_memory import PeerMemory
 from paceline.checkpoint.stripes import make_teams
 from paceline.comm.group import Group
 from paceline.comm.membership import Membership
-from paceline.data import Batch, IterableSource, Loader, Splits
+from paceline.data import Batch, IterableSource, Loader, Source, Splits
 from paceline.data.content import agree_on_content
 from paceline.data.order import Dispatcher
 from paceline.elastic.member import Member
@@ -155,8 +155,10 @@ class TrainingView:
 
 
 def watch_replica(session: Session) -> None:
-    """Let the run's health settings act on the session's replica, which may be a new one."""
+    """Let the data and the run's health settings know the session's replica, which may be a new one."""
     run, replica, group = session.training.run, session.replica, session.replica.shard.group
+    if isinstance(train := session.training.splits.train, Source):
+        train.watch(replica.module)
     replica.state.judge_with(session.guard.judge)
 
     def log_healed(healed: Healed) -> None:
