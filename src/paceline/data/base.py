@@ -43,6 +43,8 @@ class Source(torch.utils.data.Dataset[Any]):
     """Whether `decode` returns a list of samples, which `collate` makes a batch of."""
     stacks: bool = True
     """Whether `collate` stacks samples, so that a batch has the same leaves as a sample."""
+    grows: bool = False
+    """Whether shards may be added behind those that it has: see `list_shards`."""
     steps_ahead: int | None = None
     """Steps that may be read before the training asks for them, which a source that makes samples with the model limits
     to that lag; 0 for samples of its newest parameters, None for as many as a loader likes."""
@@ -93,6 +95,25 @@ class Source(torch.utils.data.Dataset[Any]):
         A source of files passes it to its storage, with the function that returns where samples lie: see
         `Storage.expect`.
         """
+
+    def recognises(self, fingerprint: str) -> bool:
+        """Return whether its content is that of a fingerprint, or has grown from there."""
+        return fingerprint == self.fingerprint
+
+    def list_shards(self, *, looks: bool) -> list[Any]:
+        """Return, as JSON, what identifies each shard, in order; only for a source that grows.
+
+        Args:
+            looks: Whether to look for new ones; else those that are known already.
+
+        Raises:
+            DataError: A shard that was there is missing, has changed, or is not behind those before.
+        """
+        raise NotImplementedError(f"{type(self).__name__} does not grow")
+
+    def take_shards(self, num_shards: int) -> None:
+        """Have the samples of the first shards of `list_shards`; only for a source that grows."""
+        raise NotImplementedError(f"{type(self).__name__} does not grow")
 
     def watch(self, module: nn.Module) -> None:
         """Take note of the module that is trained, or evaluated, on the samples; unused here.

@@ -129,7 +129,7 @@ def open_dataset(
         endless = GlobalOrder(ENDLESS, seed, tail="join", arrangement=Sequential().arrange([ENDLESS], seed))
         return OpenDataset(name, sketch, None, Stream(dataset, num_epochs), endless, False, Sequential(), collate_fn)
     source = open_source(dataset, collate_fn)
-    chosen = chosen or Full()
+    chosen, grows = chosen or Full(), grows or source.grows
     if grows and type(source).arrange is not Source.arrange:
         raise SettingsError(
             f"grows must be false for a {type(source).__name__}, whose epochs have one length; leave it out"

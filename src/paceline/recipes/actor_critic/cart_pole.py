@@ -31,7 +31,7 @@ def start(uniform_E4: Tensor) -> Tensor:
 
 def move(state_E4: Tensor, action_E: Tensor) -> Tensor:
     """Return the states after a push to the left (0) or the right (1): one step of Euler's method."""
-    position, velocity, angle, turning = state_E4.unbind(-1)
+    _, velocity, angle, turning = state_E4.unbind(-1)
     force = (2 * action_E.to(state_E4.dtype) - 1) * _FORCE_N
     cosine, sine = torch.cos(angle), torch.sin(angle)
     total_kg = _CART_KG + _POLE_KG

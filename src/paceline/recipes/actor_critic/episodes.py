@@ -150,7 +150,7 @@ class Played(NamedTuple):
     lengths: Tensor
     """Number of steps of each episode: [E]."""
     fell: Tensor
-    """Whether it ended because the pole fell, or the cart left its track: [E]."""
+    """True for an episode that ended since the pole fell, or the cart left its track: [E]."""
 
 
 def play(actor: nn.Module | None, noise: Tensor, *, is_greedy: bool = False) -> Played:
@@ -186,17 +186,21 @@ def play(actor: nn.Module | None, noise: Tensor, *, is_greedy: bool = False) -> 
 
 
 def weigh(
-    values: np.ndarray[Any, Any], lengths: np.ndarray[Any, Any], fell: np.ndarray[Any, Any], discount: float, decay: float
+    values: np.ndarray[Any, Any],
+    lengths: np.ndarray[Any, Any],
+    fell: np.ndarray[Any, Any],
+    discount: float,
+    decay: float,
 ) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
     """Return the advantages of actions (generalised advantage estimation, Schulman et al. 2016), and the returns.
 
-    Each step is rewarded with 1 - `discount`, so that a return that never ends is 1. What was broken off by the limit of
-    steps goes on with the value of its last state.
+    Each step is rewarded with 1 - `discount`, so that a return that never ends is 1. What the limit of steps has broken
+    off goes on with the value of its last state.
 
     Args:
         values: Values of all states and of the last one: [E, T + 1].
         lengths: Number of steps of each episode: [E].
-        fell: Whether it ended by itself: [E].
+        fell: True for an episode that ended by itself: [E].
         discount: Weight of the next step's reward.
         decay: Weight, besides, of the next step's surprise.
     """
