@@ -36,10 +36,8 @@ class PolicyAndValue(nn.Module):
     def __init__(self, num_observed: int, width: int, num_actions: int) -> None:
         super().__init__()
         self._sizes = num_observed, width, num_actions
-        self.actor = _perceptron(num_observed, width, num_actions)
+        self.actor = _perceptron(num_observed, width, num_actions, 0.01)  # both actions are as likely at first
         self.critic = _perceptron(num_observed, width, 1)
-        with torch.no_grad():
-            self.actor[-1].weight *= 0.01  # both actions are as likely at first
 
     def twin(self) -> "PolicyAndValue":
         """Return new networks of the same shapes, on the CPU, which actors load parameters into."""
@@ -51,7 +49,8 @@ class PolicyAndValue(nn.Module):
         return self.actor(observed_BO), self.critic(observed_BO).squeeze(-1)
 
 
-def _perceptron(num_inputs: int, width: int, num_outputs: int) -> nn.Sequential:
-    return nn.Sequential(
-        nn.Linear(num_inputs, width), nn.Tanh(), nn.Linear(width, width), nn.Tanh(), nn.Linear(width, num_outputs)
-    )
+def _perceptron(num_inputs: int, width: int, num_outputs: int, scale: float = 1.0) -> nn.Sequential:
+    last = nn.Linear(width, num_outputs)
+    with torch.no_grad():
+        last.weight *= scale
+    return nn.Sequential(nn.Linear(num_inputs, width), nn.Tanh(), nn.Linear(width, width), nn.Tanh(), last)
