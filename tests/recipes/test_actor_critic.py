@@ -96,8 +96,9 @@ def test_an_episode_depends_on_its_number_and_the_parameters_alone():
     source.watch(module)
     together = source.read(np.array([3, 2**39]))
     alone = source.read(np.array([2**39]))
-    assert torch.equal(together[0][1], alone[0][0])
+    torch.testing.assert_close(together[0][1], alone[0][0])  # a product of more rows may round otherwise
     assert torch.equal(together[1]["actions"][1], alone[1]["actions"][0])
+    assert not torch.equal(together[0][0], alone[0][0])
     with torch.no_grad():
         module.actor[-1].bias += torch.tensor([0.0, 50.0])
     assert source.read(np.array([3]))[1]["actions"][0, :5].tolist() == [1] * 5

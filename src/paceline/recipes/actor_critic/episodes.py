@@ -37,8 +37,8 @@ class CartPole(Data):
     """Episodes of the control task `cart_pole`, made while the model trains on them.
 
     A sample is a whole episode: episode i has a start and random choices of its own, f(seed, i), and else depends on
-    the model's parameters when it is played. A global batch thus holds the same episodes on any number of workers, each
-    is used once, and a run resumes by their number alone.
+    the model's parameters when it is played. A global batch thus holds the same episodes on any number of workers, to
+    rounding; each is used once, and a run resumes by their number alone.
     """
 
     discount: float = Field(0.99, gt=0, lt=1)
@@ -139,7 +139,7 @@ class Episodes(Source):
 
 
 class Played(NamedTuple):
-    """Episodes that were played; steps after their ends hold numbers that mean nothing."""
+    """Episodes that were played; steps after their ends hold zeros."""
 
     observed: Tensor
     """States, and the last one: [E, T + 1, O]."""
@@ -182,7 +182,11 @@ def play(actor: nn.Module | None, noise: Tensor, *, is_greedy: bool = False) -> 
         observed[:, step + 1] = state
         if bool(fell.all()):
             break
-    return Played(observed, actions, log_probabilities, lengths, fell)
+    # What follows an episode's end must not depend on the length of those that were played beside it.
+    steps = torch.arange(max_steps + 1)
+    observed *= (steps <= lengths[:, None]).unsqueeze(-1)
+    is_played = steps[:-1] < lengths[:, None]
+    return Played(observed, actions * is_played, log_probabilities * is_played, lengths, fell)
 
 
 def weigh(
