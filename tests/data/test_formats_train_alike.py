@@ -6,11 +6,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 from file_samples import make_images, write_shards
+from store_fixtures import use_endpoint
 
 from paceline.comm import LocalGroup
 from paceline.data import FileData, FileSource, Loader
 from paceline.data.formats.prepare import prepare
 from paceline.replica import Replica
+from paceline.testing.object_server import ObjectServer
 
 FORMATS = ["folder", "tar", "parquet", "arrow", "hf", "mds", "tfrecord", "jsonl", "jsonl_gz", "jsonl_zst"]
 NUM_STEPS = 7
@@ -56,6 +58,19 @@ def train(path, num_workers, stop_at=None):
         return LocalGroup.run(num_workers, work)[0]["model"]
     states = LocalGroup.run(num_workers, lambda group: work(group, num_steps=stop_at))
     return LocalGroup.run(num_workers, lambda group: work(group, states[group.rank]))[0]["model"]
+
+
+@pytest.mark.parametrize("num_workers", [2, 3])
+@pytest.mark.parametrize("name", ["tar", "parquet", "mds", "jsonl_zst"])
+def test_a_store_trains_like_the_folder_bit_for_bit(folder, name, num_workers, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    files = [file for file in (folder / name).rglob("*") if file.is_file()]
+    with ObjectServer({f"bucket/{file.relative_to(folder)}": file.read_bytes() for file in files}).running() as server:
+        use_endpoint(monkeypatch, server.endpoint)
+        resumed = train(f"s3://bucket/{name}", num_workers, stop_at=3)
+        assert server.read_bytes > 0
+    expected = train(folder / "folder", num_workers)
+    assert all(torch.equal(expected[leaf], resumed[leaf]) for leaf in expected)
 
 
 @pytest.mark.parametrize("num_workers", [2, 3])

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from paceline.checkpoint.checkpoint import Checkpoint
 from paceline.checkpoint.durable import MARKER_NAME
+from paceline.checkpoint.remote import fetch_checkpoint, holds_copies, to_path
 from paceline.checkpoint.store import CheckpointStore
 from paceline.errors import CheckpointError
 
@@ -14,17 +15,22 @@ class DamagedCheckpointWarning(UserWarning):
     """A checkpoint was skipped because it is damaged."""
 
 
-def find_checkpoint(place: Path, which: str = "newest") -> Checkpoint:
+def find_checkpoint(place: str | Path, which: str = "newest") -> Checkpoint:
     """Return a checkpoint that is complete; its data is verified when it is read.
 
     Args:
-        place: Directory of a run, folder of your own loop's checkpoints, or directory of one checkpoint.
+        place: Directory of a run, folder of your own loop's checkpoints, or directory of one checkpoint; or URL of a
+            store that a run has copied its checkpoints to (`checkpoint_url`).
         which: ``newest`` for the newest valid one; ``best`` for the one that the run's `keep_best` kept; the step after
             which it was saved; or its directory's name.
 
     Raises:
         CheckpointError: There is no such checkpoint; the message lists the existing ones.
     """
+    path = to_path(place)
+    if path is None or holds_copies(path):
+        return Checkpoint.open(fetch_checkpoint(str(place), which))
+    place = path
     if holds_checkpoint(place):
         return Checkpoint.open(place)
     store = CheckpointStore(place / "checkpoints" if (place / "checkpoints").is_dir() else place)

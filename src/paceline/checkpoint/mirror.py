@@ -19,7 +19,7 @@ from paceline.checkpoint.manifest import DIRECTORY_NAME, DOCUMENT_NAME, MANIFEST
 from paceline.data.storage import StoreSettings, open_store
 from paceline.errors import CheckpointError, DataError, StorageError, storing
 
-_FILES_NAME = "files.json"
+FILES_NAME = "files.json"
 _PIECE_BYTES = 8 * 2**20
 
 
@@ -72,6 +72,15 @@ class CheckpointMirror:
                 found.append((int(match[1]), int(match[2] or 1), name))
         return [name for *_, name in sorted(found, reverse=True)]
 
+    def read_marker(self, name: str) -> bytes:
+        """Return the commit marker of a checkpoint, which holds the digest of its other files.
+
+        Raises:
+            DataError: The marker is missing.
+            StorageError: The store cannot be reached.
+        """
+        return self._storage.read(f"{name}/{MARKER_NAME}")
+
     def download(self, name: str, folder: Path) -> Path:
         """Copy a checkpoint into a folder of this machine, and return its directory there.
 
@@ -85,7 +94,7 @@ class CheckpointMirror:
                 if directory.exists():
                     remove_checkpoint(directory)
                 directory.mkdir(parents=True, exist_ok=True)
-                for file, record in json.loads(self._storage.read(f"{name}/{_FILES_NAME}")).items():
+                for file, record in json.loads(self._storage.read(f"{name}/{FILES_NAME}")).items():
                     self._download_file(directory / Path(file).name, record["digest"], record["num_bytes"])
                 for part in (DOCUMENT_NAME, MANIFEST_NAME):
                     (directory / part).write_bytes(self._storage.read(f"{name}/{part}"))
@@ -104,7 +113,7 @@ class CheckpointMirror:
                 self._storage.write_from(f"files/{digest}", file)
         for part in (DOCUMENT_NAME, MANIFEST_NAME):
             self._storage.write_from(f"{directory.name}/{part}", directory / part)
-        self._storage.write(f"{directory.name}/{_FILES_NAME}", json.dumps(records).encode())
+        self._storage.write(f"{directory.name}/{FILES_NAME}", json.dumps(records).encode())
         self._storage.write_from(f"{directory.name}/{MARKER_NAME}", directory / MARKER_NAME)
 
     def _prune(self, keep: int) -> None:
@@ -116,10 +125,10 @@ class CheckpointMirror:
         used = {
             f"files/{record['digest']}"
             for name in names[:keep]
-            for record in json.loads(self._storage.read(f"{name}/{_FILES_NAME}")).values()
+            for record in json.loads(self._storage.read(f"{name}/{FILES_NAME}")).values()
         }
         for name in names[keep:]:
-            self._storage.remove([f"{name}/{part}" for part in (_FILES_NAME, MANIFEST_NAME, DOCUMENT_NAME)])
+            self._storage.remove([f"{name}/{part}" for part in (FILES_NAME, MANIFEST_NAME, DOCUMENT_NAME)])
         self._storage.remove([file.path for file in self._storage.list_files("files/") if file.path not in used])
 
     def _digest(self, file: Path) -> str:

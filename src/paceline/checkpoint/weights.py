@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from paceline.checkpoint.checkpoint import Checkpoint, TensorSpec
 from paceline.checkpoint.durable import sync_directory
 from paceline.checkpoint.find import find_checkpoint, holds_checkpoint
+from paceline.checkpoint.remote import fetch_weights, to_path
 from paceline.checkpoint.tensor_file import Entry, read_block, read_header, write_tensor_file
 from paceline.errors import CheckpointError, SettingsError, storing
 
@@ -107,12 +108,12 @@ class Weights:
         return cls(str(checkpoint.path), specs, read, ties, averaged=bool(averages))
 
 
-def open_weights(path: Path, which: str = "newest", *, averaged: bool | None = None) -> Weights:
-    """Return weights on disk.
+def open_weights(place: str | Path, which: str = "newest", *, averaged: bool | None = None) -> Weights:
+    """Return weights on disk or in a store.
 
     Args:
-        path: File of safetensors; ``.pt`` file with a `state_dict`; directory of a run, folder of checkpoints or one of
-            them; or folder that `save_pretrained` of the transformers library wrote.
+        place: Path or URL: file of safetensors; ``.pt`` file with a `state_dict`; directory of a run, folder of
+            checkpoints or one of them; or folder that `save_pretrained` of the transformers library wrote.
         which: Choice of a run's checkpoint; see `find_checkpoint`.
         averaged: See `Weights.of_checkpoint`.
 
@@ -120,6 +121,9 @@ def open_weights(path: Path, which: str = "newest", *, averaged: bool | None = N
         CheckpointError: There are no such weights.
         SettingsError: There are several models, or none of the requested averages.
     """
+    path = to_path(place) or fetch_weights(str(place), _is_of_weights)
+    if path is None:
+        return Weights.of_checkpoint(find_checkpoint(place, which), averaged=averaged)
     if path.is_dir():
         files = [path / name for name in (_INDEX, "model.safetensors") if (path / name).is_file()]
         is_ours = holds_checkpoint(path) or not files
@@ -134,6 +138,10 @@ def open_weights(path: Path, which: str = "newest", *, averaged: bool | None = N
         f"weights must be a directory or a file that ends in {' or '.join(SAFETENSORS + TORCH)}, but got {path}; check "
         "the path"
     )
+
+
+def _is_of_weights(name: str) -> bool:
+    return name.endswith((*SAFETENSORS, *TORCH)) or name == _INDEX
 
 
 def load_weights(module: nn.Module, weights: Weights, *, strict: bool = True) -> str:

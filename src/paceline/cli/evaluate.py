@@ -1,7 +1,6 @@
 """`paceline evaluate`: the loss and the metrics of a trained model."""
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -12,7 +11,7 @@ if TYPE_CHECKING:
 
 def evaluate(
     context: typer.Context,
-    run: Annotated[Path, typer.Argument(help="Directory of a run.")],
+    run: Annotated[str, typer.Argument(help="Directory of a run, or URL that it has copied its checkpoints to.")],
     checkpoint: Annotated[
         str, typer.Option(help="newest for the newest that is whole, best for what keep_best has kept, or a step.")
     ] = "newest",
@@ -48,4 +47,4 @@ def find_trained(arguments: Sequence[str]) -> "Run | None":
     from paceline.checkpoint.find import find_checkpoint
     from paceline.exporting.load import load_checkpoint_run
 
-    return load_checkpoint_run(find_checkpoint(Path(arguments[0])))
+    return load_checkpoint_run(find_checkpoint(arguments[0]))

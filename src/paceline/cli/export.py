@@ -1,15 +1,16 @@
 """`paceline export`: export of a run's trained model for other tools."""
 
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
 
 def export(
-    run: Annotated[Path, typer.Argument(help="Directory of a run, or a folder of checkpoints of your own loop.")],
+    run: Annotated[
+        str, typer.Argument(help="Directory of a run, a folder of checkpoints of your own loop, or the URL of copies.")
+    ],
     to: Annotated[
-        Path, typer.Option(help="New path: a .safetensors or .pt file, or a folder for models of transformers.")
+        str, typer.Option(help="New path or URL: a .safetensors or .pt file, or a folder for models of transformers.")
     ],
     checkpoint: Annotated[
         str, typer.Option(help="Checkpoint: newest for the newest valid one, best for that of keep_best, or a step.")

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import nn
 
 from paceline.data.batch import map_tensors
 from paceline.data.orders import Arrangement, Indices, SampleOrder
@@ -31,7 +32,8 @@ class Source(torch.utils.data.Dataset[Any]):
     """Samples under indices 0..len-1, read a batch at a time by a background thread, or by loader processes.
 
     A sample must depend on its index alone: a draw from a global random generator would also change the model's
-    dropout, and could not be repeated on resume.
+    dropout, and could not be repeated on resume. Only a source that makes samples with the model itself, which `watch`
+    gives it, depends on that too.
     """
 
     spec: Spec = Spec()
@@ -44,6 +46,11 @@ class Source(torch.utils.data.Dataset[Any]):
     """Whether `collate` stacks samples, so that a batch has the same leaves as a sample."""
     collate_fn: Callable[[list[Any]], Any] | None = None
     """Function that makes a batch from a list of samples, if the source was given one."""
+    grows: bool = False
+    """Whether shards may be added behind those that it has: see `list_shards`."""
+    steps_ahead: int | None = None
+    """Steps that may be read before the training asks for them, which a source that makes samples with the model limits
+    to that lag; 0 for samples of its newest parameters, None for as many as a loader likes."""
 
     @property
     def fingerprint(self) -> str:
@@ -101,6 +108,31 @@ class Source(torch.utils.data.Dataset[Any]):
 
         A source of files passes it to its storage, with the function that returns where samples lie: see
         `Storage.expect`.
+        """
+
+    def recognises(self, fingerprint: str) -> bool:
+        """Return whether its content is that of a fingerprint, or has grown from there."""
+        return fingerprint == self.fingerprint
+
+    def list_shards(self, *, looks: bool) -> list[Any]:
+        """Return, as JSON, what identifies each shard, in order; only for a source that grows.
+
+        Args:
+            looks: Whether to look for new ones; else those that are known already.
+
+        Raises:
+            DataError: A shard that was there is missing, has changed, or is not behind those before.
+        """
+        raise NotImplementedError(f"{type(self).__name__} does not grow")
+
+    def take_shards(self, num_shards: int) -> None:
+        """Have the samples of the first shards of `list_shards`; only for a source that grows."""
+        raise NotImplementedError(f"{type(self).__name__} does not grow")
+
+    def watch(self, module: nn.Module) -> None:
+        """Take note of the module that is trained, or evaluated, on the samples; unused here.
+
+        A source that makes samples with it reads its parameters.
         """
 
     def __getitem__(self, index: int) -> Any:

@@ -24,7 +24,7 @@ def check_content(state: dict[str, Any], source: Source | None) -> None:
         DataError: Contents differ.
     """
     here, saved = content_state(source).get("data"), state.get("data")
-    if here and saved and here != saved:
+    if source is not None and here and saved and not source.recognises(saved):
         raise DataError(
             f"the data must be that of the checkpoint, {saved}, but is {here}: files were added, removed or changed; "
             "restore them (--data.snapshot names what a run wants), or begin a new run"

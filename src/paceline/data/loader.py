@@ -48,7 +48,8 @@ class Loader(StepPlan):
         num_micro_batches: Micro-batches that a worker's share is split into, for gradient accumulation.
         num_virtual_workers: Parts that each global batch is cut into, whatever the number of workers. A worker gets
             some of them as micro-batches, each with random generators seeded anew; give `Replica` the same number.
-        grows: Whether the data set may get more samples, which `grow` lets later epochs have.
+        grows: Whether the data set may get more samples, which `grow` lets later epochs have; a source that looks for
+            them itself says so.
         bad_samples: Settings for samples that cannot be read; by default the first one is an error.
         prefetch: Steps to read ahead.
         num_processes: Number of processes that read; 0 for background threads; auto for threads or processes, as many
@@ -225,7 +226,7 @@ class Loader(StepPlan):
         if "batches" in state:
             self._batches.resume(state["batches"][0][0], self.position)
         if self._dataset.grows:
-            self.grow()
+            self._grow()
 
     def __iter__(self) -> Iterator[Batch]:
         """Yield micro-batch after micro-batch, from the low-water mark to the end, if there is one.

@@ -129,7 +129,7 @@ def open_dataset(
         endless = GlobalOrder(ENDLESS, seed, tail="join", arrangement=Sequential().arrange([ENDLESS], seed))
         return OpenDataset(name, sketch, None, Stream(dataset, num_epochs), endless, False, Sequential(), collate_fn)
     source = open_source(dataset, collate_fn)
-    chosen = chosen or Full()
+    chosen, grows = chosen or Full(), grows or source.grows
     if grows and type(source).arrange is not Source.arrange:
         raise SettingsError(
             f"grows must be false for a {type(source).__name__}, whose epochs have one length; leave it out"
@@ -138,6 +138,11 @@ def open_dataset(
         raise SettingsError(
             f"num_processes must be 0 for data that grows, whose new samples forked processes would not see, but got "
             f"{num_processes}; leave it out"
+        )
+    if source.steps_ahead is not None and num_processes:
+        raise SettingsError(
+            f"num_processes must be 0 for samples that are made with the model, which forked processes would not see "
+            f"learn, but got {num_processes}; leave it out"
         )
     arrangement = source.arrange(chosen, seed)
     global_order = GlobalOrder(arrangement.num_samples, seed, tail=tail, arrangement=arrangement)

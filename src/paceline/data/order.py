@@ -111,6 +111,11 @@ class GlobalOrder:
         """Number of samples of the newest epochs."""
         return self._eras[-1].num_samples
 
+    @property
+    def newest_start(self) -> int:
+        """Position from which on epochs have the newest number of samples; 0 if data has not grown."""
+        return self._eras[-1].position
+
     def __str__(self) -> str:
         arrangement = self._eras[-1].arrangement.describe()
         return f"GlobalOrder(num_samples={self.num_samples}, seed={self.seed}, tail={self.tail}, {arrangement})"

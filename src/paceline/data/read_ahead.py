@@ -66,10 +66,13 @@ class ReadingClock:
 
     Args:
         limit_bytes: Largest size of batches that are read ahead; one step is read at least.
+        steps_ahead: Steps that may be read before the training asks for them; None for no limit.
     """
 
-    def __init__(self, limit_bytes: int = READ_AHEAD_BYTES) -> None:
-        self._limit_bytes = limit_bytes
+    def __init__(self, limit_bytes: int = READ_AHEAD_BYTES, steps_ahead: int | None = None) -> None:
+        self._limit_bytes, self._steps_ahead = limit_bytes, steps_ahead
+        self._num_unasked = 0
+        """Steps that are ready, less those that the training has asked for."""
         self._changed = threading.Condition()
         self._ready_bytes = self._largest_bytes = self._guessed_bytes = 0
         self._is_closed = False
@@ -135,10 +138,17 @@ class ReadingClock:
         with self._changed:
             self._changed.wait_for(lambda: self._is_closed or self._has_room(0))
 
+    def ask(self) -> None:
+        """Record that the training asks for a step."""
+        with self._changed:
+            self._num_unasked -= 1
+            self._changed.notify_all()
+
     def put(self, step: list[Batch]) -> None:
         """Record that a step is ready."""
         size = _count_step(step)
         with self._changed:
+            self._num_unasked += 1
             self._largest_bytes = max(self._largest_bytes, size)
             self._ready_bytes += size
             self.most_bytes = max(self.most_bytes, self._ready_bytes)
@@ -164,7 +174,7 @@ class ReadingClock:
     def reopen(self) -> None:
         """Begin anew to read ahead, with nothing ready."""
         with self._changed:
-            self._is_closed, self._ready_bytes = False, 0
+            self._is_closed, self._ready_bytes, self._num_unasked = False, 0, 0
 
     def take_times(self) -> ReadTimes:
         """Return the times since this was called last."""
@@ -184,6 +194,8 @@ class ReadingClock:
         )
 
     def _has_room(self, num_reading: int) -> bool:
+        if self._steps_ahead is not None and self._num_unasked + num_reading >= self._steps_ahead:
+            return False
         largest_bytes = self._largest_bytes or self._guessed_bytes
         if not largest_bytes:
             return num_reading == 0
@@ -244,6 +256,7 @@ class ReadAhead:
         while True:
             began_s = time.monotonic()
             PROGRESS.enter(began_s, b"data")
+            self._clock.ask()
             item = self._ready.get()
             ended_s = time.monotonic()
             PROGRESS.enter(ended_s, BETWEEN)

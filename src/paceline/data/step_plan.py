@@ -9,6 +9,7 @@ from paceline.data.augment.augmenter import Augmenter
 from paceline.data.bad_samples import BadSampleCount, BadSamples, FoundBadSample
 from paceline.data.content import describe_content
 from paceline.data.division import Batches, Ending, Shares, check_batch, find_progress
+from paceline.data.growth import agree_on_shards
 from paceline.data.length_groups import open_groups
 from paceline.data.open_dataset import OpenDataset
 from paceline.data.order import ENDLESS, Interval, Ledger, apportion
@@ -84,7 +85,8 @@ class StepPlan:
             claim_size=max(1, round(self._first_batch / group.size)),
         )
         self._ledger = Ledger()
-        self._clock = ReadingClock(settings.read_ahead_bytes)
+        steps_ahead = dataset.source.steps_ahead if dataset.source is not None else None
+        self._clock = ReadingClock(settings.read_ahead_bytes, steps_ahead)
 
     def _open_augmenter(self, augment: Sequence[Any]) -> Augmenter | None:
         if not augment:
@@ -197,10 +199,32 @@ class StepPlan:
         self._batches.change(start, check_batch(global_batch, self._num_workers, self.order))
         return start
 
-    def grow(self) -> int | None:
+    @property
+    def grows(self) -> bool:
+        """Whether the data set looks for more samples itself."""
+        return self._dataset.source is not None and self._dataset.source.grows
+
+    @property
+    def is_growth_due(self) -> bool:
+        """Whether the next epoch that no worker can have begun to read is another one after the next step.
+
+        A training looks for new samples then: once in each epoch, as late as they can still be in the next.
+        """
+        after = self.order.next_batch(self.position, self.global_batch).stop
+        return self._find_epoch(self._unread_from(self.position)) != self._find_epoch(self._unread_from(after))
+
+    def _find_epoch(self, position: int) -> int:
+        """Return the first epoch that begins at a position or later."""
+        return self.order.epoch_of(position - 1) + 1 if position else 0
+
+    def grow(self, world: Group | None = None) -> int | None:
         """Let epochs have all samples that the source has by now, from the first that no worker can have begun to read.
 
-        Every worker calls it at the same position, with the same samples, which are those from before and more.
+        Every worker calls it at the same position, with the same samples, which are those from before and more. A
+        source that looks for shards itself (`grows`) gets those that all workers see.
+
+        Args:
+            world: All ranks, if ranks share a model; by default the workers.
 
         Returns:
             Position at which the first larger epoch begins; None if there are no more samples than before.
@@ -209,6 +233,12 @@ class StepPlan:
             SettingsError: The loader was not told that data grows.
             DataError: There are fewer samples than before.
         """
+        if self.grows:
+            assert self._dataset.source is not None
+            agree_on_shards(self._dataset.source, world or self._group, looks=True)
+        return self._grow()
+
+    def _grow(self) -> int | None:
         if not self._dataset.grows:
             raise SettingsError("grows must be true for a loader whose data gets more samples; give Loader(grows=True)")
         start = self._dataset.grow(self._first_unread)
@@ -254,8 +284,12 @@ class StepPlan:
     @property
     def _first_unread(self) -> int:
         """First position that no worker at this one's position can have begun to read."""
-        start = self.position
-        for _ in range(self._reader.max_steps_ahead):
-            start = self.order.next_batch(start, self.batch_at(start)).stop
+        start = self._unread_from(self.position)
         assert self._ledger.next_claim <= start, f"{self._ledger.next_claim} is read ahead, and {start} the bound"
         return start
+
+    def _unread_from(self, position: int) -> int:
+        """Return the first position that no worker can have begun to read when all have used those before another."""
+        for _ in range(self._reader.max_steps_ahead):
+            position = self.order.next_batch(position, self.batch_at(position)).stop
+        return position

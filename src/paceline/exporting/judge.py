@@ -48,7 +48,7 @@ def evaluate_run(
     """Return the loss and the metrics of a run's trained model, computed in this process.
 
     Args:
-        run: Directory of the run, or of a checkpoint of it.
+        run: Directory of the run, or of a checkpoint of it; or the run's `checkpoint_url`.
         checkpoint: ``newest`` for the newest that is whole, ``best`` for the one that `keep_best` has kept, or the step
             after which it was saved.
         averaged: Whether the moving averages of parameters are judged; by default where the run has them.
@@ -58,7 +58,7 @@ def evaluate_run(
         CheckpointError: There is no such checkpoint, or it does not fit the model that the run builds by now.
         SettingsError: A setting was changed that has no part in judging a model.
     """
-    found = find_checkpoint(Path(run), checkpoint)
+    found = find_checkpoint(run, checkpoint)
     trained = load_checkpoint_run(found)
     settings = change(trained)
     for name in type(trained).model_fields:

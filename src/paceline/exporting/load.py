@@ -23,7 +23,7 @@ def load_model(run: str | Path, checkpoint: str = "newest", *, averaged: bool | 
     are needed.
 
     Args:
-        run: Directory of the run, or of one of its checkpoints.
+        run: Directory of the run, or of one of its checkpoints; or the run's `checkpoint_url`.
         checkpoint: ``newest`` for the newest valid one, ``best`` for the one that `keep_best` kept, or the step after
             which it was saved.
         averaged: Whether to load the moving averages of parameters; by default if the run has them, since it evaluates
@@ -33,7 +33,7 @@ def load_model(run: str | Path, checkpoint: str = "newest", *, averaged: bool | 
         CheckpointError: There is no such checkpoint, or it does not fit the model that the run builds by now.
         SettingsError: The checkpoint is of your own loop, which alone knows the model; or it has no averages.
     """
-    found = find_checkpoint(Path(run), checkpoint)
+    found = find_checkpoint(run, checkpoint)
     return load_checkpoint_model(found, Weights.of_checkpoint(found, averaged=averaged))
 
 

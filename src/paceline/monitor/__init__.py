@@ -3,7 +3,7 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from paceline.monitor.data_events import StoreRead
+from paceline.monitor.data_events import DataGrown, StoreRead
 from paceline.monitor.encoding import from_json, to_json
 from paceline.monitor.events import (
     AnomalyFound,
@@ -73,6 +73,7 @@ __all__ = [
     "CheckpointSkipped",
     "CodecChanged",
     "ConsensusMeasured",
+    "DataGrown",
     "DataRead",
     "Evaluated",
     "Event",

@@ -45,6 +45,18 @@ class ReadersChosen(Event):
     """Numbers that they were chosen by, in words."""
 
 
+@event("data_grown")
+class DataGrown(Event):
+    """Shards that have appeared are in the epochs from a position on."""
+
+    num_samples: Int
+    """Number of samples of such an epoch."""
+    num_shards: Int
+    """Number of shards, with those from before."""
+    start: Int
+    """Number of samples used since the start of training at which the first such epoch begins."""
+
+
 @event("store_read")
 class StoreRead(Event):
     """Bytes that a worker has read from a store since it began, and where they came from; each worker writes its own.

@@ -4,7 +4,7 @@ import math
 import unicodedata
 from collections.abc import Sequence
 
-from paceline.monitor.data_events import StoreRead
+from paceline.monitor.data_events import DataGrown, StoreRead
 from paceline.monitor.events import (
     AnomalyFound,
     BadSampleFound,
@@ -131,6 +131,11 @@ def describe(record: Record) -> str | None:
         case BatchChanged(global_batch=batch, rate_factor=factor):
             rates = "" if factor == 1 else f", learning rates times {factor:.3g}"
             return f"step {record.step:,}: {batch:,} samples a step from here on{rates}"
+        case DataGrown() as event:
+            return (
+                f"step {record.step:,}: from sample {event.start:,} on, an epoch has {event.num_samples:,} samples, of "
+                f"{event.num_shards:,} shards"
+            )
         case ReadersChosen(num_readers=count, reader=reader, reason=reason):
             plural = "" if count == 1 else "es" if reader == "process" else "s"
             return f"step {record.step:,}: {count} {reader}{plural} to read data, for {reason}"

@@ -7,6 +7,7 @@ from paceline.functions import find_function
 from paceline.training.run import Run
 
 RECIPES = {
+    "actor_critic": "paceline.recipes.actor_critic:run",
     "bert": "paceline.recipes.bert:run",
     "resnet": "paceline.recipes.resnet:run",
     "rnn": "paceline.recipes.rnn:run",

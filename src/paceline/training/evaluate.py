@@ -90,6 +90,8 @@ def evaluate(
     began_s = time.perf_counter()
     PROGRESS.enter(time.monotonic(), b"evaluate")
     shard = model.shard
+    if isinstance(source, Source):
+        source.watch(model.module)
     num_samples = min(len(source), max_samples or len(source)) if isinstance(source, Source) else 0
     was_training = {module: module.training for module in model.module.modules()}
     model.module.eval()

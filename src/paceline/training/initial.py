@@ -8,6 +8,7 @@ from typing import Any
 from pydantic import field_validator, model_validator
 from torch import Tensor, nn
 
+from paceline.checkpoint.remote import to_path
 from paceline.checkpoint.weights import Weights, find_misfits, match_weights, open_weights
 from paceline.comm.group import Group
 from paceline.parallel.local import local
@@ -23,7 +24,8 @@ class InitialWeights(Settings):
     """
 
     path: str
-    """Path of a .safetensors file, a .pt file with a state_dict, a folder of save_pretrained, or a run's directory."""
+    """Path or URL of a .safetensors file, a .pt file with a state_dict, a folder of save_pretrained, or a run's
+    directory or `checkpoint_url`."""
     checkpoint: str = "newest"
     """Checkpoint of a run: newest, best, or the step after which it was saved."""
     averaged: bool | None = None
@@ -39,7 +41,8 @@ class InitialWeights(Settings):
     @field_validator("path")
     @classmethod
     def _be_found_from_anywhere(cls, path: str) -> str:
-        return str(Path(path).expanduser().absolute())
+        here = to_path(path)
+        return path if here is None else str(here.absolute())
 
     def check(self, module: nn.Module) -> None:
         """Refuse weights that are missing or do not fit; the module may be on the meta device.
@@ -61,7 +64,7 @@ class InitialWeights(Settings):
         return MatchedWeights(sources, ". ".join(told))
 
     def _open(self, module: nn.Module) -> Weights:
-        weights = open_weights(Path(self.path), self.checkpoint, averaged=self.averaged)
+        weights = open_weights(self.path, self.checkpoint, averaged=self.averaged)
         return weights.without_wrapper(module.state_dict().keys())
 
 

@@ -6,8 +6,9 @@ import traceback
 from collections.abc import Iterator, Sequence
 
 from paceline.checkpoint import SavedCheckpoint
+from paceline.data import Source
 from paceline.data.storage import read_counters
-from paceline.monitor.data_events import StoreRead
+from paceline.monitor.data_events import DataGrown, StoreRead
 from paceline.monitor.events import (
     BadSampleFound,
     BucketExchanged,
@@ -53,6 +54,29 @@ def log_bad_samples(session: Session) -> None:
     for found in session.loader.take_bad_samples():
         event = BadSampleFound(**found._asdict(), action=action)
         session.training.log.write(event, step=session.training.step)
+
+
+def take_new_shards(session: Session, *, is_due: bool = False) -> None:
+    """Take shards that have appeared into epochs to come, if data grows and it is time; all ranks call it.
+
+    Args:
+        session: Session of the workers.
+        is_due: Whether to look for them anyway; else it is done once in each epoch.
+    """
+    loader = session.loader
+    if loader.grows and (is_due or loader.is_growth_due) and loader.grow(session.replica.shard.world) is not None:
+        log_growth(session)
+
+
+def log_growth(session: Session) -> None:
+    """Log that epochs to come have more samples, if they have."""
+    order, train = session.loader.order, session.training.splits.train
+    if order.newest_start <= session.loader.position:
+        return
+    assert isinstance(train, Source)
+    session.log_event(
+        DataGrown(num_samples=order.num_samples, num_shards=len(train.shard_sizes), start=order.newest_start)
+    )
 
 
 def log_step(session: Session, result: StepResult, num_samples: int) -> None:

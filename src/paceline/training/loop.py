@@ -42,10 +42,12 @@ from paceline.training.log_events import (
     log_delays,
     log_distance,
     log_failure,
+    log_growth,
     log_routing,
     log_saved,
     log_step,
     log_stores,
+    take_new_shards,
 )
 from paceline.training.model import resize, size_of
 from paceline.training.reforming import start_alone, train_through_views
@@ -137,6 +139,7 @@ def _run_steps(session: Session) -> bool:
     if training.is_over:
         return True
     try_evaluation(session)
+    log_growth(session)
     training.began_s = training.began_s or time.perf_counter()
     if is_evaluation_due(training) and do_after_step(session, stop=False):  # a signal had put it off
         return training.is_over
@@ -183,6 +186,7 @@ def _run_batches(session: Session) -> bool:
         if session.member is not None and session.member.change_is_pending():
             session.membership.request_stop(CHANGE)
         maybe_grow(session)
+        take_new_shards(session)
         log_batch_change(session)
         session.step_began_s = time.perf_counter()
     raise AssertionError("a loader never ends")
@@ -196,6 +200,7 @@ def _run_at_own_pace(session: Session, dispatcher: SampleDispatcher) -> bool:
     training, run, loader, group = session.training, session.training.run, session.loader, session.replica.group
     began_at = loader.position - training.num_samples
     while True:
+        take_new_shards(session, is_due=True)
         dispatcher.set_boundary(loader.order.position_of(next_boundary(session, training.step), run.global_batch))
         for batch in loader:
             try:

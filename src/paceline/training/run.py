@@ -396,6 +396,11 @@ class Run(Settings):
                 "num_steps must be given for an iterable data set, whose length schedules cannot know before its end, "
                 f"but got num_epochs={self.num_epochs}; give num_steps instead (--num_steps N --num_epochs none)"
             )
+        if source.grows:
+            raise SettingsError(
+                "num_steps must be given for data that grows, whose epochs become longer, but got "
+                f"num_epochs={self.num_epochs}; give num_steps instead (--num_steps N --num_epochs none)"
+            )
         drops = self.drop_last or splits.drop_last
         if drops and self.global_batch > len(source):
             raise SettingsError(

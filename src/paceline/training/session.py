@@ -1,7 +1,7 @@
 """State of the workers that train together now: opened when they start, closed when they part."""
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,9 +15,9 @@ from paceline.checkpoint.peer_memory import PeerMemory
 from paceline.checkpoint.stripes import make_teams
 from paceline.comm.group import Group
 from paceline.comm.membership import Membership
-from paceline.data import Batch, IterableSource, Loader, Splits
+from paceline.data import Batch, IterableSource, Loader, Source
 from paceline.data.content import agree_on_content
-from paceline.data.order import Dispatcher
+from paceline.data.growth import agree_on_shards
 from paceline.elastic.member import Member
 from paceline.errors import CommunicationError, SettingsError
 from paceline.monitor.events import BatchChanged, Event, ReplicasHealed, RunStarted, Warned
@@ -34,6 +34,7 @@ from paceline.sync.synchroniser import Delays
 from paceline.training.anomalies import AnomalyGuard
 from paceline.training.idle import list_idle
 from paceline.training.load_balancing import LoadBalancer
+from paceline.training.loading import make_loader
 from paceline.training.memory_probe import MemoryProbe
 from paceline.training.noise_scale import NO_CLIPPING, NoiseMeter
 from paceline.training.rates import Rates
@@ -155,8 +156,10 @@ class TrainingView:
 
 
 def watch_replica(session: Session) -> None:
-    """Let the run's health settings act on the session's replica, which may be a new one."""
+    """Let the data and the run's health settings know the session's replica, which may be a new one."""
     run, replica, group = session.training.run, session.replica, session.replica.shard.group
+    if isinstance(train := session.training.splits.train, Source):
+        train.watch(replica.module)
     replica.state.judge_with(session.guard.judge)
 
     def log_healed(healed: Healed) -> None:
@@ -239,6 +242,7 @@ def _make_session(
     replica = build_replica(training, group, world, sync)
     if kept is not None:
         kept.put_back(training.module)
+    agree_on_shards(training.splits.train, replica.shard.world, looks=False)
     loader = make_loader(
         run,
         training.splits,
@@ -343,59 +347,6 @@ def make_rates(training: Training, replica: Replica, before: Rates | None = None
     if before is not None:
         rates.load_state_dict(before.state_dict())
     return rates
-
-
-def make_loader(
-    run: Run,
-    splits: Splits,
-    workers: Group,
-    *,
-    split: Callable[[Batch], Batch] | None = None,
-    dispatcher: Dispatcher | None = None,
-) -> Loader:
-    """Return the loader of a run's training data.
-
-    Args:
-        run: The run.
-        splits: Data of the run.
-        workers: Ranks that take different samples.
-        split: See `Loader`.
-        dispatcher: See `Loader`.
-
-    Raises:
-        SettingsError: The settings do not fit each other, the data or the number of workers.
-    """
-    schedule = run.batch_schedule
-    if (smallest := schedule.smallest(run.global_batch)) < workers.size:
-        raise SettingsError(
-            f"global_batch must be at least the number of workers, but batch_schedule {schedule.name} may take it to "
-            f"{smallest} with {workers.size} workers; start fewer, or keep it larger"
-        )
-    return Loader(
-        splits.train,
-        run.global_batch,
-        group=workers,
-        num_epochs=run.num_epochs,
-        collate_fn=splits.train.collate if isinstance(splits.train, IterableSource) else None,
-        drop_last=run.drop_last or splits.drop_last,
-        join_epochs=run.join_epochs,
-        split=split,
-        seed=run.seed,
-        order=run.order,
-        shuffle=splits.shuffle if run.order is None else None,
-        shares=run.fixed_shares,
-        num_micro_batches=run.num_micro_batches,
-        num_virtual_workers=run.num_virtual_workers,
-        bad_samples=run.bad_samples,
-        num_processes=run.num_data_processes or splits.num_processes,
-        num_threads=run.num_data_threads,
-        read_ahead_bytes=run.read_ahead_bytes,
-        augment=run.augment,
-        group_by_length=run.group_by_length,
-        dispatcher=dispatcher,
-        changes=schedule.plan(run.global_batch, run.count_steps(splits)),
-        adds_micro_batches=schedule.adds_micro_batches,
-    )
 
 
 def resume(

@@ -42,7 +42,7 @@ class Arrow(Format):
                 if message.type == "schema":
                     header = message.serialize().to_pybytes()
                     schema = pyarrow.ipc.read_schema(message)
-                elif message.type == "record batch":
+                elif message.type == "record batch" and schema is not None:
                     batch = pyarrow.ipc.read_record_batch(message, schema)
                     rows.append((start, opened.tell() - start, batch.num_rows))
                 else:

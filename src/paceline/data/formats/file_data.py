@@ -69,6 +69,9 @@ class FileData(Data):
     """Fingerprint of the data, or its first 8 characters or more, without which a run does not start."""
     store: StoreSettings = StoreSettings()
     """Time limits and caches of a store that an URL names."""
+    grows: bool = False
+    """Whether files may be added to `path` while a run trains, with names behind those that are there: they are taken
+    at an epoch's end."""
     verify: bool = False
     """Whether each block of 1 MiB is compared with its digest in the index when it is first touched."""
 
@@ -97,6 +100,7 @@ class FileData(Data):
             sequence_length=self.sequence_length,
             snapshot=snapshot,
             verify=self.verify,
+            grows=self.grows and path == self.path,
             store=self.store,
         )
         first = {name: value for name, value in flatten(source.read_trees(np.arange(1))[0]).items() if name != KEY}
@@ -149,7 +153,7 @@ class Labelled:
         label = int(_find_leaf(leaves, self.target, "target", "a sample"))
         value = _find_leaf(leaves, self.input, "input", "a sample")
         if self.size is None:
-            return torch.from_numpy(np.asarray(value, dtype=np.float32)), label
+            return torch.from_numpy(np.array(value, dtype=np.float32)), label
         pixels = decode_image(value, self.size, name=self.input, decoder=self.decoder)
         return normalise(torch.from_numpy(pixels.transpose(2, 0, 1).astype(np.float32))), label
 

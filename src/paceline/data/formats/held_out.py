@@ -28,15 +28,13 @@ class PartOfSource(Source):
         self.source, self.spec = source, source.spec
         self.is_thread_safe, self.stacks = source.is_thread_safe, source.stacks
         self.collate_fn = source.collate_fn
-        self._distance, self._held_out = distance, held_out
-        ends = np.cumsum([0, *source.shard_sizes])
-        before = -(-ends // distance)
-        counts = np.diff(before if held_out else ends - before)
-        self._shard_sizes: list[int] = counts.tolist()
+        self._distance, self._held_out, self.grows = distance, held_out, source.grows
+        self._counted: tuple[Sequence[int], list[int]] = [], []
+        """Sizes of the source's shards, and of this part of them."""
 
     def __len__(self) -> int:
         """Return the number of samples of the part."""
-        return sum(self._shard_sizes)
+        return sum(self.shard_sizes)
 
     def __str__(self) -> str:
         return f"{len(self)} of {self.source}"
@@ -44,7 +42,14 @@ class PartOfSource(Source):
     @property
     def shard_sizes(self) -> list[int]:
         """Number of samples of each shard."""
-        return self._shard_sizes
+        whole, sizes = self._counted
+        if whole is not self.source.shard_sizes:  # also if it has grown, with the other part of it
+            whole = self.source.shard_sizes
+            ends = np.cumsum([0, *whole])
+            before = -(-ends // self._distance)
+            sizes = np.diff(before if self._held_out else ends - before).tolist()
+            self._counted = whole, sizes
+        return sizes
 
     @property
     def fingerprint(self) -> str:
@@ -54,6 +59,18 @@ class PartOfSource(Source):
     def with_collate(self, collate_fn: CollateFn) -> "PartOfSource":
         """Return the part with another function that makes a batch from a list of samples."""
         return PartOfSource(self.source.with_collate(collate_fn), self._distance, held_out=self._held_out)
+
+    def recognises(self, fingerprint: str) -> bool:
+        """Return whether the content of all the data is that of a fingerprint: see `FileSource.recognises`."""
+        return self.source.recognises(fingerprint)
+
+    def list_shards(self, *, looks: bool) -> list[Any]:
+        """Return what identifies the files: see `FileSource.list_shards`."""
+        return self.source.list_shards(looks=looks)
+
+    def take_shards(self, num_shards: int) -> None:
+        """Have this part of the first files; so does the other part."""
+        self.source.take_shards(num_shards)
 
     def locate(self, indices: Indices) -> list[Extent]:
         """Return the ranges of bytes that reading samples touches."""

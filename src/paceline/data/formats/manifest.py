@@ -51,12 +51,20 @@ class DataManifest:
     @cached_property
     def fingerprint(self) -> str:
         """Identifier of the content: of digests (``b3-``) or, without an index, of sizes alone (``size-``)."""
-        hasher = blake3(self.format.encode())
+        *_, whole = self.fingerprints
+        return whole
+
+    @cached_property
+    def fingerprints(self) -> list[str]:
+        """Identifiers of the content of the first files: of none, of one, and so on to all."""
+        hasher, kind = blake3(self.format.encode()), "b3"
+        found = [f"{kind}-{hasher.hexdigest(16)}"]
         for file in self.files:
             line = [file.path, file.num_bytes, file.digest or file.version]
             hasher.update(json.dumps(line, ensure_ascii=True).encode())
-        kind = "b3" if self.has_digests else "size"
-        return f"{kind}-{hasher.hexdigest(16)}"
+            kind = kind if file.digest else "size"
+            found.append(f"{kind}-{hasher.hexdigest(16)}")
+        return found
 
     @property
     def has_digests(self) -> bool:

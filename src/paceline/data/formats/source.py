@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from paceline.data.base import Source, Spec
-from paceline.data.formats.index import find_index, stride_rows
+from paceline.data.formats.index import Index, find_index, stride_rows
 from paceline.data.formats.leaves import KEY, Sample, find_image_type, nest
 from paceline.data.formats.manifest import DataManifest
 from paceline.data.formats.opening import open_place
@@ -61,6 +61,7 @@ class FileSource(Source):
         sequence_length: Number of tokens of a sample, for tokens and for text: see `TokenFiles`.
         snapshot: Fingerprint, or its first characters, that the data must have.
         verify: Whether to compare each block of 1 MiB with its digest when it is first touched, which reads all of it.
+        grows: Whether files may be added while it is read, whose names come behind those that are there.
         spec: Sizes for models that are built from settings.
         store: Time limits and caches of a store that an URL names.
 
@@ -84,16 +85,20 @@ class FileSource(Source):
         sequence_length: int | None = None,
         snapshot: str = "",
         verify: bool = False,
+        grows: bool = False,
         spec: Spec | None = None,
         store: StoreSettings | None = None,
     ) -> None:
-        place = open_place(path, store)
-        self._place = str(place)
-        self._index = find_index(place, format, sequence_length)
-        self.manifest: DataManifest = self._index.manifest
+        self._where = place = open_place(path, store)
+        self._place, self._sequence_length, self._verify, self.grows = str(place), sequence_length, verify, grows
+        if grows and (place.name or snapshot):
+            raise DataError(
+                f"data that grows must be a folder without a snapshot, but got {self._place} and {snapshot!r}; leave "
+                "--data.snapshot out, and name the folder"
+            )
+        self._found = find_index(place, format, sequence_length)
+        self._take(self._found, len(self._found.manifest.files))
         self.manifest.check_snapshot(snapshot, self._place)
-        known = {file.path: self.manifest.digests(file.path) for file in self.manifest.files}
-        place.digests.update({name: digests for name, digests in known.items() if digests is not None})
         if not self.manifest.has_digests:
             warnings.warn(
                 f"{self._place} has no index, so that only sizes of files identify its content; make one: "
@@ -101,21 +106,32 @@ class FileSource(Source):
                 NoIndexWarning,
                 stacklevel=2,
             )
-        self.storage: Storage = VerifiedStorage(place.storage, self.manifest) if verify else place.storage
         self._transform, self.collate_fn, self.spec = transform, collate_fn, spec or Spec()
         self.stacks, self.is_thread_safe = collate_fn is None, transform is None and collate_fn is None
-        files = self.manifest.files
+        self._lock = threading.Lock()
+        self._kept: OrderedDict[int, tuple[Sequence[Sample], int]] = OrderedDict()
+
+    def _take(self, index: Index, num_files: int) -> None:
+        """Have the samples of the first files of an index.
+
+        Samples that were there keep their numbers, records and files, so that a thread may read meanwhile.
+        """
+        whole = index.manifest
+        files = whole.files[:num_files]
+        manifest = DataManifest(whole.format, files, whole.about, whole.records_digest, whole.blocks)
+        known = {file.path: manifest.digests(file.path) for file in files}
+        self._where.digests.update({name: digests for name, digests in known.items() if digests is not None})
+        self._index, self.manifest = index, manifest
         self._record_ends = np.fromiter(accumulate(file.num_records for file in files), np.int64, len(files))
-        counts = self._index.counts
-        self._sample_ends = None if counts is None else np.cumsum(counts)
+        counts = index.counts
+        num_records = int(self._record_ends[-1]) if len(files) else 0
+        self._sample_ends = None if counts is None else np.cumsum(counts[:num_records])
         self._num_samples = sum(file.num_samples for file in files)
         if not self._num_samples:
             raise DataError(f"{self._place} must hold samples, but its {len(files)} files hold none; check the path")
-        self._shard_sizes = (
-            [self._num_samples] if self._index.form.is_one_shard else [file.num_samples for file in files]
-        )
-        self._lock = threading.Lock()
-        self._kept: OrderedDict[int, tuple[Sequence[Sample], int]] = OrderedDict()
+        self._shard_sizes = [self._num_samples] if index.form.is_one_shard else [file.num_samples for file in files]
+        storage = self._where.storage
+        self.storage: Storage = VerifiedStorage(storage, manifest) if self._verify else storage
 
     def __len__(self) -> int:
         """Return the number of samples."""
@@ -133,6 +149,45 @@ class FileSource(Source):
     def fingerprint(self) -> str:
         """Identifier of the data's content, which all workers must have alike: see `DataManifest`."""
         return self.manifest.fingerprint
+
+    def recognises(self, fingerprint: str) -> bool:
+        """Return whether its content is that of a fingerprint; of data that grows, that of its first files."""
+        return fingerprint in self.manifest.fingerprints[1:] if self.grows else fingerprint == self.fingerprint
+
+    def list_shards(self, *, looks: bool) -> list[Any]:
+        """Return path, sizes and digest of each file.
+
+        Raises:
+            DataError: A file that was there is missing, has changed, or has another place among the files.
+        """
+        if looks:
+            self._found = self._look()
+        return [[file.path, file.num_bytes, file.num_samples, file.digest] for file in self._found.manifest.files]
+
+    def take_shards(self, num_shards: int) -> None:
+        """Have the samples of the first files."""
+        self._take(self._found, num_shards)
+
+    def _look(self) -> Index:
+        """Return an index of the files that are there by now; the old one while a new one is being written.
+
+        Raises:
+            DataError: See `list_shards`.
+        """
+        before = self.manifest.files
+        self.manifest.check_files(self._where.list_files(), self._place)
+        try:
+            index = find_index(self._where, self.manifest.format, self._sequence_length)
+        except DataError as error:
+            warnings.warn(f"{self._place} is looked at again after the next epoch, since {error}", stacklevel=2)
+            return self._found
+        for known, file in zip(before, index.manifest.files, strict=False):
+            if (known.path, known.num_bytes) != (file.path, file.num_bytes) or "" != known.digest != file.digest:
+                raise DataError(
+                    f"new files must have names behind those that {self._place} holds, and these must stay as they "
+                    f"are, but got {file.path} in place of {known.path}; rename the new ones"
+                )
+        return index if len(index.manifest.files) >= len(before) else self._found
 
     def transformed(self, transform: Callable[[dict[str, Any]], Any], *, is_thread_safe: bool = False) -> "FileSource":
         """Return the source with another function that makes samples; it shares the index."""
@@ -296,8 +351,13 @@ def _decode_images(tree: dict[str, Any]) -> dict[str, Any]:
         if isinstance(value, dict):
             decoded[name] = _decode_images(value)
         else:
-            decoded[name] = to_tensor(decode_image(value, name=name)) if find_image_type(value) else value
+            decoded[name] = to_tensor(decode_image(value, name=name)) if find_image_type(value) else _own(value)
     return decoded
+
+
+def _own(value: Any) -> Any:
+    """Return a leaf; an array that shares the bytes of a file, which torch would warn of, as one of its own."""
+    return value.copy() if isinstance(value, np.ndarray) and not value.flags.writeable else value
 
 
 def to_tensor(pixels: NDArray[np.uint8]) -> Tensor:

@@ -35,7 +35,7 @@ class Tar(Format):
         seen: set[str] = set()
         last = None
         with StorageFile(storage, file, 1 << 16) as opened:
-            for begin, end, name, _, _ in _list_members(opened.read_at, file.num_bytes, file.path):
+            for begin, end, name, _, _ in _list_members_of(opened.read_at, file.num_bytes, file.path):
                 key, _ = _part_name(name)
                 if key != last and key in seen:
                     raise DataError(
@@ -56,7 +56,7 @@ class Tar(Format):
         key = ""
         fields = []
         try:
-            for _, _, name, begin, size in _list_members(
+            for _, _, name, begin, size in _list_members_of(
                 lambda start, n: content[start : start + n], len(content), path
             ):
                 key, field = _part_name(name)
@@ -89,6 +89,20 @@ def _part_name(name: str) -> tuple[str, str]:
     return folder + slash + key, field or "bin"
 
 
+def _list_members_of(
+    read_at: Callable[[int, int], bytes], num_bytes: int, path: str
+) -> Iterator[tuple[int, int, str, int, int]]:
+    """Yield each file of a shard: see `_list_members`.
+
+    Raises:
+        DataError: A header is damaged, or the shard ends inside a file.
+    """
+    try:
+        yield from _list_members(read_at, num_bytes, path)
+    except ValueError as error:  # such as a number that is none
+        raise DataError(f"{path} must have whole headers, but: {error}; fetch it again") from error
+
+
 def _list_members(
     read_at: Callable[[int, int], bytes], num_bytes: int, path: str
 ) -> Iterator[tuple[int, int, str, int, int]]:
@@ -101,7 +115,7 @@ def _list_members(
     told: dict[str, str] = {}
     while position + _BLOCK <= num_bytes:
         header = read_at(position, _BLOCK)
-        if not header[0]:
+        if not any(header):
             return  # the end: blocks of zeros
         told_sum = int(header[148:156].strip(b"\0 ") or b"0", 8)
         if sum(header.translate(None, bytes(1))) - sum(header[148:156]) + 256 != told_sum:
