@@ -76,7 +76,7 @@ class CheckpointMirror:
         """Return the commit marker of a checkpoint, which holds the digest of its other files.
 
         Raises:
-            DataError: It is missing.
+            DataError: The marker is missing.
             StorageError: The store cannot be reached.
         """
         return self._storage.read(f"{name}/{MARKER_NAME}")
