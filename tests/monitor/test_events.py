@@ -68,6 +68,7 @@ def test_there_is_a_class_for_every_kind() -> None:
         "checkpoint_skipped",
         "codec_changed",
         "consensus_measured",
+        "data_grown",
         "data_read",
         "evaluated",
         "experts_used",
