@@ -10,6 +10,8 @@ from pydantic import ValidationError
 from paceline.benchmarks import ResilienceBenchmark
 from paceline.benchmarks.resilience.benchmark import Recovery, judge
 from paceline.benchmarks.resilience.sides import PacelineSide, TorchftSide, Update
+from paceline.monitor.events import StepFinished, WorkersChanged
+from paceline.monitor.log import EventLog
 
 
 def updates_of(*lines):
@@ -73,6 +75,19 @@ def test_updates_are_read_from_torchft_workers_the_first_that_tells_counts(tmp_p
         texts = [json.dumps({"time": time_s, "step": step, "workers": n}) for time_s, step, n in told]
         (tmp_path / f"worker{number}.jsonl").write_text("\n".join(texts) + '\n{"time": 3.')
     assert side.read_updates() == updates_of((1.0, 1, 2), (2.4, 2, 2))
+
+
+def test_updates_of_fewer_workers_are_told_from_those_of_all(tmp_path):
+    (tmp_path / "run").mkdir()
+    changed = {"names": ["w0"], "reason": "w1 was killed by SIGKILL", "num_sent": 0, "duration_s": 0.1}
+    with EventLog(tmp_path / "run" / "events.jsonl", run="run", rank=0) as log:
+        for step, num_workers in ((1, 1), (2, 2)):
+            log.write(WorkersChanged(num_workers=num_workers, **changed), step=step)
+            step_fields = dict.fromkeys(("loss", "weight", "learning_rate", "gradient_norm", "duration_s"), 1.0)
+            event = StepFinished(**step_fields, communication_s=0.0, num_samples=1, position=step)
+            log.write(event, step=step)
+    updates = PacelineSide(2, tmp_path, {}).read_updates()
+    assert [(each.step, each.num_workers) for each in updates] == [(1, 1), (2, 2)]
 
 
 @pytest.mark.slow
