@@ -43,6 +43,12 @@ def test_a_fault_that_nobody_feels_costs_a_step():
     assert judge(updates_of(*CALM, *after), 1.01, 3).pause_s == pytest.approx(0.1)
 
 
+def spread():
+    """Eleven recoveries of each side, ours within 0.05 to 1 s."""
+    times = [Recovery(0.1 * number, 1.0, 1.0, 0) for number in range(1, 11)] + [Recovery(0.05, 1.0, 1.0, 0)]
+    return {"paceline": times, "torchrun": [Recovery(1.0, 1.0, 1.0, 0)] * 11}
+
+
 def test_rows_compare_the_first_side_with_each_other():
     bench = ResilienceBenchmark(sides=("paceline", "torchrun"))
     found = {"paceline": [Recovery(0.4, 0.5, 2.0, 0)] * 3, "torchrun": [Recovery(5.0, 5.0, 8.0, 4)] * 3}
@@ -52,6 +58,9 @@ def test_rows_compare_the_first_side_with_each_other():
     assert ratios["pause"] == pytest.approx(0.1)
     assert ratios["longest time to full strength"] == pytest.approx(0.25)
     assert ratios["updates done again"] == 0
+    times = {row.metric: row.ours for row in bench._describe(spread(), {"paceline": [], "torchrun": []})}
+    assert times["p99 next update"] == pytest.approx(0.99)
+    assert times["longest next update"] == 1.0
     assert ratios["goodput"] == 0.97
 
 

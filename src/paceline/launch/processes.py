@@ -176,7 +176,7 @@ def describe_exit(name: str, code: int, folder: Path) -> str:
 
     Args:
         name: Name of the process.
-        code: Its exit code, minus the signal where one ended it.
+        code: Exit code of the process, minus the signal where one ended it.
         folder: Folder into which it wrote.
     """
     if code < 0:
