@@ -10,6 +10,8 @@ from pydantic import ValidationError
 from paceline.benchmarks import ResilienceBenchmark
 from paceline.benchmarks.resilience.benchmark import Recovery, judge
 from paceline.benchmarks.resilience.sides import PacelineSide, TorchftSide, Update
+from paceline.monitor.events import StepFinished, WorkersChanged
+from paceline.monitor.log import EventLog
 
 
 def updates_of(*lines):
@@ -41,6 +43,12 @@ def test_a_fault_that_nobody_feels_costs_a_step():
     assert judge(updates_of(*CALM, *after), 1.01, 3).pause_s == pytest.approx(0.1)
 
 
+def spread():
+    """Eleven recoveries of each side, ours within 0.05 to 1 s."""
+    times = [Recovery(0.1 * number, 1.0, 1.0, 0) for number in range(1, 11)] + [Recovery(0.05, 1.0, 1.0, 0)]
+    return {"paceline": times, "torchrun": [Recovery(1.0, 1.0, 1.0, 0)] * 11}
+
+
 def test_rows_compare_the_first_side_with_each_other():
     bench = ResilienceBenchmark(sides=("paceline", "torchrun"))
     found = {"paceline": [Recovery(0.4, 0.5, 2.0, 0)] * 3, "torchrun": [Recovery(5.0, 5.0, 8.0, 4)] * 3}
@@ -50,6 +58,9 @@ def test_rows_compare_the_first_side_with_each_other():
     assert ratios["pause"] == pytest.approx(0.1)
     assert ratios["longest time to full strength"] == pytest.approx(0.25)
     assert ratios["updates done again"] == 0
+    times = {row.metric: row.ours for row in bench._describe(spread(), {"paceline": [], "torchrun": []})}
+    assert times["p99 next update"] == pytest.approx(0.99)
+    assert times["longest next update"] == 1.0
     assert ratios["goodput"] == 0.97
 
 
@@ -73,6 +84,19 @@ def test_updates_are_read_from_torchft_workers_the_first_that_tells_counts(tmp_p
         texts = [json.dumps({"time": time_s, "step": step, "workers": n}) for time_s, step, n in told]
         (tmp_path / f"worker{number}.jsonl").write_text("\n".join(texts) + '\n{"time": 3.')
     assert side.read_updates() == updates_of((1.0, 1, 2), (2.4, 2, 2))
+
+
+def test_updates_of_fewer_workers_are_told_from_those_of_all(tmp_path):
+    (tmp_path / "run").mkdir()
+    changed = {"names": ["w0"], "reason": "w1 was killed by SIGKILL", "num_sent": 0, "duration_s": 0.1}
+    with EventLog(tmp_path / "run" / "events.jsonl", run="run", rank=0) as log:
+        for step, num_workers in ((1, 1), (2, 2)):
+            log.write(WorkersChanged(num_workers=num_workers, **changed), step=step)
+            step_fields = dict.fromkeys(("loss", "weight", "learning_rate", "gradient_norm", "duration_s"), 1.0)
+            event = StepFinished(**step_fields, communication_s=0.0, num_samples=1, position=step)
+            log.write(event, step=step)
+    updates = PacelineSide(2, tmp_path, {}).read_updates()
+    assert [(each.step, each.num_workers) for each in updates] == [(1, 1), (2, 2)]
 
 
 @pytest.mark.slow

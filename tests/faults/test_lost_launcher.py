@@ -218,7 +218,7 @@ def test_workers_train_on_without_a_launcher_are_scaled_by_the_next_and_stop_as_
     lab.wait(lambda: newest_step(lab.run) >= 29)
     second = lab.resume("--min_workers", 1)
     (warned,) = select(read_log(lab.run / "events.jsonl"), Warned)
-    assert warned.event.message.endswith("kept as begun: --min_workers None, though 1 was given")
+    assert warned.event.message.endswith("kept as begun: no --min_workers, though 1 was given")
     assert run_here("scale", lab.run, 2).returncode == 0
     lab.open_until(lambda: bool(lab.find_names()) and set(lab.find_names()[-1]) == {"w0", "w2"}, second)
     lab.open_gate(10**9)

@@ -293,7 +293,15 @@ def test_an_error_of_the_launcher_lets_workers_save_before_it_ends(faked):
 
 def test_what_a_killed_launcher_left_is_cleared(faked):
     directory, _ = faked
-    of_processes = ("w0.pid", "w1.2.pid", "w0.process", ".w0.process.7", "requests.log", ".requests.log.7")
+    of_processes = (
+        "w0.pid",
+        "w1.2.pid",
+        "w0.process",
+        ".w0.process.7",
+        "requests.log",
+        ".requests.log.7",
+        ".launcher.json.7",
+    )
     for name in ("control.json", ".control.json.7", *of_processes, "rank0.err"):
         (directory / "workers" / name).write_text("left")
     with pytest.raises(RuntimeError, match="a bug of the launcher"):

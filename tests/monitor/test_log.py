@@ -1,3 +1,4 @@
+import errno
 import fcntl
 import multiprocessing
 import os
@@ -138,6 +139,24 @@ assert log.num_lost == 3
     assert records.num_skipped == 1
     messages = [record.event.message for record in select(records, Warned)]
     assert messages == ["before", "3 events are missing here: the log could not be written", "after"]
+
+
+def test_a_log_that_is_closed_says_what_it_lost_and_counts_each_line_of_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines = b'{"one": 1}\n{"two": 2}\n{"three": 3}\n'
+
+    def refuse(*_: object) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with EventLog(tmp_path / "log", run="first", rank=0) as log:
+        with monkeypatch.context() as full:
+            full.setattr(os, "write", refuse)
+            with pytest.warns(RuntimeWarning, match="No space left"):
+                log.copy(lines)
+        assert log.num_lost == 3
+    (said,) = select(read_log(tmp_path / "log"), Warned)
+    assert said.event.message == "3 events are missing here: the log could not be written"
 
 
 def test_a_closed_log_refuses(tmp_path: Path) -> None:

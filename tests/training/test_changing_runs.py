@@ -240,6 +240,7 @@ def test_a_checkpoint_after_growth_has_the_right_depth(tmp_path):
     ("changes", "message"),
     [
         ({"batch_schedule": GrowingBatch(max_batch=4)}, "global_batch must be from 1 to 4"),
+        ({"num_steps": None, "num_epochs": 2, "sync": "asgd"}, "num_steps must be given with sync asgd"),
         ({"batch_schedule": "growing", "sync": "asgd"}, "batch_schedule must be constant with sync asgd"),
         ({"noise_scale_interval": 5, "sync": "local_sgd"}, "summed exactly at every step, but got sync local_sgd"),
         ({"noise_scale_interval": 5, "sync": EveryStep(codec="top_k")}, "sync every_step with codec top_k"),

@@ -25,7 +25,7 @@ from paceline.launch.changes import Changes
 from paceline.launch.exit_codes import ExitCode
 from paceline.launch.launcher_watch import RECORD
 from paceline.launch.left_run import REQUESTS_FILE, LeftRun
-from paceline.launch.place import LauncherPlace, ReplacedError, end_replaced
+from paceline.launch.place import LAUNCHER_FILE, LauncherPlace, ReplacedError, end_replaced
 from paceline.launch.processes import ACCESS_FILE
 from paceline.launch.scaling import PolicyCaller
 from paceline.launch.signals import StopRequest, drop_lost_output
@@ -113,7 +113,7 @@ def _take_place(directory: Path, left: LeftRun | None) -> LauncherPlace:
     folder = directory / "workers"
     with storing(folder):
         folder.mkdir(exist_ok=True)
-        of_processes = ("w*.pid", f"*{RECORD}", f".*{RECORD}.*")
+        of_processes = ("w*.pid", f"*{RECORD}", f".*{RECORD}.*", f".{LAUNCHER_FILE}.*")
         for pattern in (ACCESS_FILE, f".{ACCESS_FILE}.*", REQUESTS_FILE, f".{REQUESTS_FILE}.*", *of_processes):
             for file in folder.glob(pattern) if left is None else ():
                 file.unlink(missing_ok=True)
@@ -127,7 +127,8 @@ def _take_settings(given: MembershipSettings, left: LeftRun, directory: Path) ->
     words = f"process {os.getpid()} takes the place of a launcher that was lost; workers: {workers}"
     for name, option in (("min_workers", "min_workers"), ("num_spares", "spares"), ("max_restarts", "max-restarts")):
         if (before := getattr(begun, name)) != (now := getattr(given, name)):
-            words += f"; kept as begun: --{option} {before}, though {now} was given"
+            kept = f"no --{option}" if before is None else f"--{option} {before}"
+            words += f"; kept as begun: {kept}, though {'none' if now is None else now} was given"
     _tell(directory, directory / "events.jsonl", max(left.coordinator.epoch, begun.first_epoch), Warned(message=words))
     return begun
 

@@ -1,5 +1,6 @@
 """Processes of this machine, written down for others, which find them again and take no other for them."""
 
+import contextlib
 import json
 import os
 from dataclasses import asdict, dataclass
@@ -7,6 +8,9 @@ from pathlib import Path
 from typing import Self
 
 from paceline.comm.stacks import find_host_of_processes, started_at
+
+_NUM_BYTES = 512
+"""Length of a file, so that each later record fits where the first one is: a full disk has no place for a new file."""
 
 
 @dataclass(frozen=True)
@@ -43,14 +47,24 @@ class ProcessRecord:
             return None
 
     def save(self, path: Path) -> None:
-        """Write a file in place of any that is there.
+        """Write a file in place of any that is there; on a full disk, into one that this process has written before.
 
         Raises:
             OSError: The file cannot be written.
         """
+        said = json.dumps(asdict(self)).ljust(_NUM_BYTES).encode()
         new = path.with_name(f".{path.name}.{self.pid}")
-        new.write_text(json.dumps(asdict(self)))
-        new.replace(path)
+        try:
+            new.write_bytes(said)
+            new.replace(path)
+        except OSError:
+            with contextlib.suppress(OSError):
+                new.unlink(missing_ok=True)
+            before = ProcessRecord.load(path)
+            if before is None or (before.pid, before.started, before.number) != (self.pid, self.started, self.number):
+                raise
+            with path.open("r+b", buffering=0) as file:
+                file.write(said)
 
     @property
     def is_alive(self) -> bool:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import paceline.errors
 from paceline.launch.exit_codes import ExitCode, find_exit_code
-from paceline.launch.processes import Ended
+from paceline.launch.processes import Ended, describe_exit
 from paceline.monitor.events import Failed, Preempted, Record, RunFinished, StepFinished
 from paceline.monitor.reader import select
 
@@ -51,16 +51,16 @@ def judge(records: list[Record], ended: Ended, signalled: bool, output: Path, ki
         return Outcome(ExitCode.FINISHED)
     if signalled:  # before the first step there was nothing to save
         return Outcome(ExitCode.FAILED if last_step >= 0 else ExitCode.PREEMPTED)
-    reason = "; ".join(dict.fromkeys(killed)) or _find_cause(failures, ended)
+    reason = "; ".join(dict.fromkeys(killed)) or _find_cause(failures, ended, output)
     return Outcome(ExitCode.PEERS_LOST, reason, last_step, _find_mismatch(failures, ended, output))
 
 
-def _find_cause(failures: list[Record[Failed]], ended: Ended) -> str:
+def _find_cause(failures: list[Record[Failed]], ended: Ended, output: Path) -> str:
     """Return who ended without an error message or, if nobody did, what the first rank to notice says of the others."""
     told = (ExitCode.PEERS_LOST, ExitCode.PREEMPTED)
     odd = {rank: code for rank, code in ended.failures.items() if code not in told}
     if odd:
-        return "; ".join(_describe_exit(rank, code) for rank, code in odd.items())
+        return "; ".join(describe_exit(f"rank {rank}", code, output) for rank, code in odd.items())
     # Who ran out of time has looked where everybody is; to others, it is then the one that is gone.
     reports = sorted(failures, key=lambda failure: failure.event.error != paceline.errors.PeerTimeoutError.__name__)
     if not reports:
@@ -81,12 +81,6 @@ def _find_mismatch(failures: list[Record[Failed]], ended: Ended, output: Path) -
                 f"stack is in {output / f'rank{rank}.err'}"
             )
     return ""
-
-
-def _describe_exit(rank: int, code: int) -> str:
-    if code < 0:
-        return f"rank {rank} was killed by {signal.Signals(-code).name}"
-    return f"rank {rank} exited with code {code}"
 
 
 def describe_killed(killed: dict[str, str], records: list[Record], first_epoch: int) -> str:

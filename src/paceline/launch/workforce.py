@@ -20,7 +20,7 @@ from paceline.launch.exit_codes import ExitCode
 from paceline.launch.forking import START_METHOD, prepare_to_fork
 from paceline.launch.launcher_watch import RECORD
 from paceline.launch.left_run import LeftProcess
-from paceline.launch.processes import GRACE_S, Ended, make_environment, prepare_rank
+from paceline.launch.processes import GRACE_S, Ended, describe_exit, make_environment, prepare_rank
 
 _ENDS: dict[int, End] = {
     ExitCode.FINISHED: "done",
@@ -113,7 +113,7 @@ class LocalWorkforce(Workforce):
             self._running.pop(name).close()
             (self._directory / "workers" / f"{name}.pid").unlink(missing_ok=True)
             self.ended.exit_codes[self._slots[name]] = code
-            found.append((name, _ENDS.get(code, "killed"), _describe(name, code)))
+            found.append((name, _ENDS.get(code, "killed"), describe_exit(name, code, self._directory)))
         return found
 
     def end_all(self) -> None:
@@ -159,9 +159,3 @@ def _be_worker(
 ) -> None:
     prepare_rank(environment, output)
     function(*arguments)
-
-
-def _describe(name: str, code: int) -> str:
-    if code < 0:
-        return f"{name} was killed by {signal.Signals(-code).name}"
-    return f"{name} exited with code {code}"

@@ -67,10 +67,7 @@ class EventLog:
         with self._lock:
             if self._fd is None:
                 raise EventError(f"a log must be open to be written to, but {self.path} is closed; close it later")
-            if self._num_unreported:
-                message = f"{self._num_unreported} events are missing here: the log could not be written"
-                if self._append(self._fd, Warned(message=message), step) is None:
-                    self._num_unreported = 0
+            self._report_lost(self._fd, step)
             error = self._append(self._fd, event, step)
             if error is not None:
                 self._count_lost(error)
@@ -84,14 +81,16 @@ class EventLog:
         with self._lock:
             if self._fd is None:
                 raise EventError(f"a log must be open to be written to, but {self.path} is closed; close it later")
+            self._report_lost(self._fd, step=-1)
             error = self._append_lines(self._fd, lines)
             if error is not None:
-                self._count_lost(error)
+                self._count_lost(error, lines.count(b"\n"))
 
     def close(self) -> None:
-        """Close the file; closing twice is fine."""
+        """Close the file, in which it says what it has lost, if it can; closing twice is fine."""
         with self._lock:
             if self._fd is not None:
+                self._report_lost(self._fd, step=-1)
                 os.close(self._fd)
                 self._fd = None
 
@@ -102,6 +101,12 @@ class EventLog:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.close()
+
+    def _report_lost(self, fd: int, step: int) -> None:
+        if self._num_unreported:
+            message = f"{self._num_unreported} events are missing here: the log could not be written"
+            if self._append(fd, Warned(message=message), step) is None:
+                self._num_unreported = 0
 
     def _append(self, fd: int, event: Event, step: int) -> OSError | None:
         record = Record(
@@ -134,11 +139,12 @@ class EventLog:
                 os.dup2(opened, self._fd, inheritable=False)
                 os.close(opened)
 
-    def _count_lost(self, error: OSError) -> None:
-        self.num_lost += 1
+    def _count_lost(self, error: OSError, num_events: int = 1) -> None:
+        is_first = not self.num_lost
+        self.num_lost += num_events
         self.last_error = error
-        self._num_unreported += 1
-        if self.num_lost == 1:
+        self._num_unreported += num_events
+        if is_first:
             warnings.warn(
                 f"{self.path} must be writable, but got: {error.strerror}; training goes on, and events are"
                 " lost until it is (free space there, or choose another directory)",

@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from paceline.comm.group import Group, Work
 from paceline.errors import NonFiniteError
@@ -40,6 +40,8 @@ class Gradients:
         self._group = group
         self._bucket_bytes = bucket_bytes or FIRST_SIZE
         self._sizer: BucketSizer | None = None
+        self._memory: dict[torch.dtype, Tensor] = {}
+        """Memory of the buckets by dtype, the same for all layouts."""
         self._layout_is_learnt = False
         self._ready_order: list[str] = list(reversed(parameters))
         self._divisor: Divisor = lambda: 1.0
@@ -209,6 +211,7 @@ class Gradients:
         """Remove the hooks from the parameters and close connections."""
         self._launcher.close()
         self.reducer.close()
+        self._memory.clear()
 
     def _launch(self, bucket: Bucket) -> Work:
         self.before_launch(bucket.flat)
@@ -222,7 +225,7 @@ class Gradients:
         self._use_layout(layout)
 
     def _use_layout(self, layout: BucketLayout) -> None:
-        buckets = make_buckets(self._parameters, layout, self._group)
+        buckets = make_buckets(self._parameters, layout, self._group, self._memory)
         self.reducer.begin_layout([bucket.flat for bucket in buckets])
         self._launcher = BucketLauncher(buckets, self._launch)
         self._wire_bytes = [self.reducer.wire_bytes(bucket.flat) for bucket in buckets]

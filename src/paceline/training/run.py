@@ -28,6 +28,7 @@ from paceline.replica.landing import Landing, check_landing
 from paceline.replica.virtual_workers import check_virtual_workers
 from paceline.schedules import BatchPolicy, BatchSchedule, Constant, ConstantBatch, Cosine, FixedBatch, LearningRate
 from paceline.sync import EveryStep, Rule
+from paceline.sync.gossip import GossipRule
 from paceline.topology.layout import Layout
 from paceline.training.anomalies import Anomalies
 from paceline.training.best import part_measure
@@ -262,6 +263,11 @@ class Run(Settings):
             raise ValueError(
                 f"num_steps must be given where batch_schedule changes the batch, but got num_epochs={self.num_epochs} "
                 f"with {self.batch_schedule.name}; give num_steps instead (--num_steps N --num_epochs none)"
+            )
+        if self.num_epochs is not None and self.sync.is_asynchronous and not isinstance(self.sync, GossipRule):
+            raise ValueError(
+                f"num_steps must be given with sync {self.sync.name}, whose workers take samples at their own pace, "
+                f"but got num_epochs={self.num_epochs}; give num_steps instead (--num_steps N --num_epochs none)"
             )
         if self.num_data_processes and self.num_data_threads > 1:
             found = f"{self.num_data_processes} and {self.num_data_threads}"

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.errors import SettingsError
-from paceline.monitor.events import RunStarted, StepFinished
+from paceline.monitor.events import RunStarted, StepFinished, WorkersChanged
 from paceline.monitor.reader import read_log
 
 _HERE = Path(__file__).parent
@@ -122,7 +122,7 @@ class PacelineSide(TrainingSide):
         """Return the updates in the run's log."""
         log, updates, num_workers = self.directory / "run" / "events.jsonl", [], 0
         for record in read_log(log) if log.exists() else ():
-            if isinstance(record.event, RunStarted):
+            if isinstance(record.event, RunStarted | WorkersChanged):
                 num_workers = record.event.num_workers
             elif isinstance(record.event, StepFinished):
                 updates.append(Update(record.unix_s, record.step, num_workers))

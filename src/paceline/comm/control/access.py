@@ -63,9 +63,13 @@ class ControlAccess:
         with storing(path):
             new.unlink(missing_ok=True)
             descriptor = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-            with open(descriptor, "w") as file:
-                json.dump({"address": self.address, "token": self.token.hex()}, file)
-            new.replace(path)
+            try:
+                with open(descriptor, "w") as file:
+                    json.dump({"address": self.address, "token": self.token.hex()}, file)
+                new.replace(path)
+            except OSError:
+                new.unlink(missing_ok=True)
+                raise
 
     @classmethod
     def load(cls, path: Path) -> "ControlAccess":

@@ -123,6 +123,7 @@ def defer(build: Callable[[], nn.Module]) -> tuple[nn.Module, Construction]:
     """
     state = torch.default_generator.get_state()
     recording = Recording()
+    was_frozen = gc.get_freeze_count() > 0  # in workers that were forked
     gc.freeze()  # what was there before need not be looked through for tensors of the construction
     try:
         return _record(recording, build)
@@ -141,7 +142,8 @@ def defer(build: Callable[[], nn.Module]) -> tuple[nn.Module, Construction]:
             ) from error
         raise
     finally:
-        gc.unfreeze()
+        if not was_frozen:
+            gc.unfreeze()
 
 
 def _record(recording: Recording, build: Callable[[], nn.Module]) -> tuple[nn.Module, Construction]:

@@ -1,0 +1,81 @@
+"""Records of processes, on disks that become full."""
+
+import errno
+import os
+import signal
+from collections import namedtuple
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from paceline.comm.control import ControlAccess
+from paceline.errors import StorageError
+from paceline.launch import processes
+from paceline.launch.left_run import LeftProcess
+from paceline.launch.process_record import ProcessRecord
+from paceline.launch.processes import describe_exit
+
+Usage = namedtuple("Usage", "total used free")
+
+
+@pytest.fixture
+def fill(monkeypatch):
+    """Return a function after which no new file can be written."""
+
+    def begin():
+        def refuse(self, data):
+            self.touch()
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+        monkeypatch.setattr(Path, "write_bytes", refuse)
+
+    return begin
+
+
+def test_a_record_is_written_over_the_one_before_where_the_disk_is_full(tmp_path, fill):
+    path, record = tmp_path / "w0.process", ProcessRecord.of_this_process(3)
+    record.save(path)
+    fill()
+    ended = replace(record, code=1)
+    ended.save(path)
+    assert ProcessRecord.load(path) == ended
+    assert os.listdir(tmp_path) == ["w0.process"], "nothing else is left"
+
+
+def test_the_record_of_another_process_is_not_written_over(tmp_path, fill):
+    path, record = tmp_path / "w0.process", ProcessRecord.of_this_process(3)
+    record.save(path)
+    fill()
+    with pytest.raises(OSError, match="No space left"):
+        replace(record, number=4).save(path)
+    assert ProcessRecord.load(path) == record
+    assert os.listdir(tmp_path) == ["w0.process"]
+
+
+def test_a_left_worker_that_a_full_disk_ended_was_not_killed(tmp_path, fill):
+    path = tmp_path / "w0.process"
+    record = replace(ProcessRecord.of_this_process(3), started=1)  # it has ended
+    record.save(path)
+    fill()
+    replace(record, code=1).save(path)
+    left = LeftProcess(path, tmp_path / "rank0.err")
+    assert left.exitcode == 1
+    left.close()
+
+
+def test_who_fails_on_a_full_disk_is_told_with_it(tmp_path, monkeypatch):
+    assert describe_exit("w1", 1, tmp_path) == "w1 exited with code 1"
+    assert describe_exit("w1", -signal.SIGKILL, tmp_path) == "w1 was killed by SIGKILL"
+    monkeypatch.setattr(processes.shutil, "disk_usage", lambda _: Usage(10**9, 10**9, 0))
+    assert describe_exit("w1", 1, tmp_path) == f"w1 exited with code 1; the disk of {tmp_path} is full"
+
+
+def test_an_access_that_cannot_be_written_leaves_no_file(tmp_path, monkeypatch):
+    def refuse(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(Path, "replace", refuse)
+    with pytest.raises(StorageError):
+        ControlAccess("127.0.0.1", 1, bytes(32)).save(tmp_path / "control.json")
+    assert os.listdir(tmp_path) == []
