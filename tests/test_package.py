@@ -72,8 +72,8 @@ PUBLIC = {
     "compression": "AutoCodec BF16 Codec DGC FP16 Int8 NoCodec OneBit PowerSGD RandomK TopK",
     "data": "BadSampleWarning BadSamples Batch Data DataManifest DifferentStreamsWarning FileData FileSource Full "
     "FunctionData GlobalOrder Images Interval IterableSource JoinedSource Ledger Loader MapSource MaskedText Mixture "
-    "MixtureSource NoIndexWarning PackedText SampleOrder Sequential Source Spec Splits StepPlan Text Windows apportion "
-    "derive_seed",
+    "MixtureSource NoIndexWarning PackedText Padding SampleOrder Sequential Source Spec Splits StepPlan Text Windows "
+    "apportion derive_seed",
     "parallel": "Construction ContextParallelModule Experts HasPipelineLayers Mesh MixtureOfExperts ModelShard ORDERS "
     "Pipeline PipelineLayer PipelineSettings STYLES Style TiedHead UndeferrableError balance_loss defer parallelize "
     "register_experts register_styles",

@@ -16,7 +16,8 @@ from paceline.data.division import Batches, MicroBatches, Shares, find_progress
 from paceline.data.length_groups import LengthGroups
 from paceline.data.order import list_positions
 from paceline.errors import DataError, SettingsError
-from plain_functions import Sentences, losses_of, make_run, parameters_of, train_here
+from paceline.recipes.transformer_lm import TransformerLM
+from plain_functions import Sentences, compute_loss_of_output, losses_of, make_run, parameters_of, train_here
 
 always = settings(deadline=None, derandomize=True, max_examples=60)
 
@@ -259,7 +260,7 @@ def write_stories(folder, num=60):
 def test_text_of_files_trains_alike_padded_to_the_longest_or_to_one_length(tmp_path):
     data = {"name": "files", "path": str(write_stories(tmp_path)), "sequence_length": 64}
     common = {
-        "model": {"name": "transformer_lm", "width": 16, "num_layers": 1, "num_heads": 2},
+        "model": TransformerLM(width=16, num_layers=1, num_heads=2),
         "loss": {"name": "next_token", "sample_tokens": 0},
         "collate_fn": None,
         "metrics": None,
@@ -274,13 +275,22 @@ def test_text_of_files_trains_alike_padded_to_the_longest_or_to_one_length(tmp_p
 
 
 def test_a_run_takes_its_padding_from_the_command_line_and_refuses_what_does_not_fit():
-    words = ["--padding.mask", "attention_mask", "--group_by_length", "true", "--collate_fn", "none"]
+    words = [
+        "--padding.mask",
+        "attention_mask",
+        "--padding.value",
+        "1",
+        "--group_by_length",
+        "true",
+        "--collate_fn",
+        "none",
+    ]
     run = apply_overrides(make_run(), parse_pairs(words))
-    assert run.padding == Padding(mask="attention_mask")
+    assert run.padding == Padding(mask="attention_mask", value=1)
     assert run.group_by_length
     with pytest.raises(ValueError, match="padding or collate_fn must be left out"):
         make_run(padding=Padding())
     with pytest.raises(ValueError, match="samples must have one length where the layout has a pipeline"):
-        make_run(**UNEQUAL, layout={"pipeline": 2})
+        make_run(**UNEQUAL, loss=compute_loss_of_output, layout={"pipeline": 2})
     with pytest.raises(ValueError, match=r"padding\.multiple_of must be a multiple of 4 for a context axis of 2"):
         make_run(**UNEQUAL, layout={"context": 2})

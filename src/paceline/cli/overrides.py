@@ -143,6 +143,8 @@ def _set(cls: type[Settings], document: dict[str, Any], parts: list[str], path: 
     default = field.get_default(call_default_factory=True, validated_data={})
     child = document.setdefault(name, _to_document(default))
     child_class = settings_class(field)
+    if child is None and child_class is not None and not issubclass(child_class, Family | Function):
+        child = document[name] = {}  # the first of some settings that may be left out as a whole
     if child_class is not None and isinstance(child, dict):
         if issubclass(child_class, Family):
             child_class = find_variant(child_class, child["name"])

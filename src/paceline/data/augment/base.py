@@ -79,8 +79,13 @@ class Augmentation(Family):
         """Whether several threads may apply it at once."""
         return True
 
+    @property
+    def changes_held_out(self) -> bool:
+        """Whether the operation changes held-out samples, by `apply_held_out`."""
+        return False
+
     def apply_held_out(self, samples: Samples) -> Samples:
-        """Return held-out samples as the operation makes them comparable with the changed ones; here unchanged."""
+        """Return held-out samples, made comparable with the changed ones; here unchanged."""
         return samples
 
     @abstractmethod

@@ -63,6 +63,11 @@ class Crop(ImageAugmentation):
             samples = samples.set(path, make_rows(cut, samples.get(path), is_batch=samples.is_batch))
         return samples
 
+    @property
+    def changes_held_out(self) -> bool:
+        """Whether images get another size."""
+        return self.size is not None
+
     def apply_held_out(self, samples: Samples) -> Samples:
         """Return the samples with the centre of their images, of the same size as in training.
 
@@ -70,8 +75,7 @@ class Crop(ImageAugmentation):
             DataError: An image is smaller than the part.
         """
         size = self.size
-        if size is None:
-            return samples
+        assert size is not None
 
         def cut(image: Tensor, _: int) -> Tensor:
             height, width = image.shape[-2:]
@@ -123,15 +127,18 @@ class RandomResizedCrop(ImageAugmentation):
             samples = samples.set(path, make_rows(cut, samples.get(path), is_batch=samples.is_batch))
         return samples
 
+    @property
+    def changes_held_out(self) -> bool:
+        """Whether images get another size."""
+        return self.size is not None
+
     def apply_held_out(self, samples: Samples) -> Samples:
         """Return the samples with the centre of their images, resized to the same size as in training.
 
-        The shorter side is resized to 8/7 of the size, as in the usual evaluation (256 for 224); images that keep
-        their own size stay as they are.
+        The shorter side is resized to 8/7 of the size, as in the usual evaluation (256 for 224).
         """
         size = self.size
-        if size is None:
-            return samples
+        assert size is not None
 
         def cut(image: Tensor, _: int) -> Tensor:
             scale = size * _HELD_OUT_SCALE / min(image.shape[-2:])

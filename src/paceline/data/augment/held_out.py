@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from paceline.data.augment.augmenter import SampleOperation, open_operation
+from paceline.data.augment.augmenter import open_operation
 from paceline.data.augment.base import Augmentation, Samples
 from paceline.data.base import Source
 from paceline.data.orders import Indices
@@ -51,12 +51,8 @@ class HeldOutSource(Source):
         return samples.tree
 
 
-def open_held_out(source: Source, augment: Sequence[Augmentation]) -> Source:
+def open_held_out(source: Source, augment: Sequence[Any]) -> Source:
     """Return held-out samples as augmentation leaves them: unchanged where it does not change their sizes."""
-    operations: list[SampleOperation] = [open_operation(each) for each in augment]
-    changing = [
-        each
-        for each in operations
-        if isinstance(each, Augmentation) and type(each).apply_held_out is not Augmentation.apply_held_out
-    ]
+    operations = [open_operation(each) for each in augment]
+    changing = [each for each in operations if isinstance(each, Augmentation) and each.changes_held_out]
     return HeldOutSource(source, changing) if changing else source
