@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from paceline.parallel.deferred.generator import cost
+from paceline.parallel.deferred.generator import GENERATOR, cost
 from paceline.parallel.deferred.stream import Moment, RandomStream
 
 FILLS: Mapping[Any, str] = {
@@ -43,7 +43,7 @@ def draw_at(stream: RandomStream, moment: Moment | None, run: Callable[[], Any],
     if moment is None:
         with torch.no_grad():
             return run()
-    generator = torch.default_generator
+    generator = GENERATOR
     kept = generator.get_state()
     generator.set_state(stream.find(moment))
     try:
@@ -64,7 +64,7 @@ def fills_in_order(function: Any, dtype: torch.dtype) -> bool:
     if words is None or words[1]:
         return False
     stream = RandomStream()
-    moment = Moment(torch.default_generator.get_state())
+    moment = Moment(GENERATOR.get_state())
     whole, part = torch.empty(64 * GROUP, dtype=dtype), torch.empty(17 * GROUP, dtype=dtype)
     draw_at(stream, moment, lambda: fill(whole))
     draw_at(stream, Moment(moment.base, words[0] * 5 * GROUP), lambda: fill(part))

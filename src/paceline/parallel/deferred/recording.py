@@ -132,12 +132,16 @@ class Recording(TorchDispatchMode):
     numbers are only counted; `settle` then leaves the generator where it would have ended. A value that the code asks
     for is computed.
 
+    Args:
+        is_generator_held: Whether code may ask torch's generator for its state at any time, which then is kept real.
+
     Raises:
         UndeferrableError: An operation cannot be recorded; others raise whatever torch's `FakeTensorMode` raises.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, is_generator_held: bool = False) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self._is_generator_held = is_generator_held
         self._storages = EmptyStorages()
         self._operations: list[_Operation] = []
         self._writers: dict[int, list[int]] = {}
@@ -215,14 +219,16 @@ class Recording(TorchDispatchMode):
         self._storages.release()
 
     def fill_held(self) -> bool:
-        """Give what is still held its values; return False if they are random, so that building again draws others."""
+        """Give what is still held its values; return False if they are random, so that building again draws others.
+
+        Also if something else than a tensor holds some, such as a storage.
+        """
         held, chosen = self._storages.list_held(), set[int]()
         for key in held:
             self._choose(key, len(self._operations), chosen)
         if any(self._operations[place].moment is not None for place in chosen):
             return False
-        self._storages.release(self._replay(held))
-        return True
+        return self._storages.fill(self._replay(held))
 
     def is_held(self) -> bool:
         """Whether anybody else holds a tensor without memory, or a storage of one."""
@@ -345,6 +351,8 @@ class Recording(TorchDispatchMode):
             if words is not None:
                 num_words = words[0] * target.num_elements + words[1]
                 self._stream.advance(moment, num_words)
+                if self._is_generator_held:
+                    self._stream.settle()
                 return num_words
         storages = {} if operation.function in BLIND else self._replay(operation.reads)
 
