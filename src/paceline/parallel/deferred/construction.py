@@ -3,6 +3,7 @@
 import gc
 import time
 from collections.abc import Callable, Iterator
+from types import BuiltinMethodType
 from typing import Any
 
 import torch
@@ -10,16 +11,21 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from paceline.errors import SettingsError
 from paceline.parallel.deferred.empty_storages import key_of
+from paceline.parallel.deferred.generator import GENERATOR, skip
+from paceline.parallel.deferred.holders import find_stranger, list_held
 from paceline.parallel.deferred.python_access import watching_python
 from paceline.parallel.deferred.recording import Recording, Reference
 from paceline.parallel.deferred.refusal import UndeferrableError, explain, forget
 from paceline.parallel.deferred.threads import watching_threads
 from paceline.parallel.local import local, local_slice, wrap
 
+_HELD = (
+    "it keeps tensors that are neither parameters, buffers nor attributes of its modules, such as in a closure or a "
+    "hook; read them from the module there"
+)
 _NUM_LOOKS = 5
 """Number of times that it is looked, a tenth of a second apart, whether tensors of a refused construction are held."""
 
@@ -35,26 +41,17 @@ class Construction:
     def __init__(self, recording: Recording, module: nn.Module) -> None:
         self._recording = recording
         self._references: dict[str, Reference] = {}
-        made: dict[int, Tensor] = {}
-
-        def release(name: str, tensor: Tensor) -> Tensor:
-            """Return the tensor on the meta device, which other code knows; one with values unchanged."""
-            if (reference := recording.refer(tensor)) is None:
-                return tensor
-            self._references[name] = reference
-            if id(tensor) not in made:
-                made[id(tensor)] = _like(
-                    tensor, torch.empty_strided(reference.shape, reference.stride, dtype=tensor.dtype, device="meta")
-                )
-            return made[id(tensor)]
-
-        self._replace(module, release)
-        made.clear()
+        gc.collect()
+        if name := find_stranger(module, recording.knows):
+            raise UndeferrableError(f"{_HELD} ({name} is held by more than modules)")
+        for name, _, _, tensor in list_held(module):
+            if (reference := recording.refer(tensor)) is not None:
+                self._references[name] = reference
+        for name, _, _, tensor in list_held(module):
+            if recording.knows(tensor):
+                _give(tensor, _like(tensor, self._references[name].without_memory()))
         if recording.is_held():
-            raise UndeferrableError(
-                "it keeps tensors that are neither parameters, buffers nor attributes of its modules, such as in a "
-                "closure or a hook; read them from the module there"
-            )
+            raise UndeferrableError(_HELD)
         values = [tensor for _, tensor in _list_tensors(module) if not tensor.is_meta]
         self.digest = recording.digest(self._references.values(), values)
         """Text that ranks share if they construct the same."""
@@ -70,32 +67,15 @@ class Construction:
             device: Device of the values.
         """
         made: dict[int, Tensor] = {}
-
-        def make(name: str, tensor: Tensor) -> Tensor:
-            if not tensor.is_meta:
-                return tensor
-            if id(tensor) not in made:
-                made[id(tensor)] = _like(tensor, self._make(name, tensor, device))
-            return made[id(tensor)]
-
-        self._replace(module, make)
-
-    @staticmethod
-    def _replace(module: nn.Module, change: Callable[[str, Tensor], Tensor]) -> None:
-        """Replace all tensors of a module by those that a function of their names and them returns."""
-        for name, part in module.named_modules(remove_duplicate=False):
-            prefix = f"{name}." if name else ""
-            for held in (part._parameters, part._buffers):
-                for key, tensor in held.items():
-                    if tensor is not None:
-                        held[key] = change(f"{prefix}{key}", tensor)
-            for key, value in _list_attributes(part):
-                leaves, structure = tree_flatten(value)
-                changed = [
-                    change(f"{prefix}{key} {place}", leaf) if isinstance(leaf, Tensor) else leaf
-                    for place, leaf in enumerate(leaves)
-                ]
-                vars(part)[key] = tree_unflatten(changed, structure)
+        for name, container, key, tensor in [*list_held(module)]:
+            if id(tensor) in made:
+                container[key] = made[id(tensor)]
+            elif tensor.is_meta:
+                values = _like(tensor, self._make(name, tensor, device))
+                if isinstance(tensor, DTensor):
+                    container[key] = made[id(tensor)] = values
+                else:
+                    _give(tensor, values)
 
     def _make(self, name: str, tensor: Tensor, device: torch.device) -> Tensor:
         """Return this rank's part of a tensor, with values."""
@@ -119,16 +99,16 @@ def defer(build: Callable[[], nn.Module]) -> tuple[nn.Module, Construction]:
 
     Raises:
         UndeferrableError: The model must be built whole; the message says why. The generator is where it was.
-        SettingsError: Something that outlives such a model keeps random tensors of its construction.
+        SettingsError: Something that outlives such a model keeps tensors of its construction that cannot get values.
     """
-    state = torch.default_generator.get_state()
-    recording = Recording()
+    state = GENERATOR.get_state()
+    recording = Recording(is_generator_held=_is_generator_held())
     was_frozen = gc.get_freeze_count() > 0  # in workers that were forked
     gc.freeze()  # what was there before need not be looked through for tensors of the construction
     try:
         return _record(recording, build)
     except BaseException as error:
-        torch.default_generator.set_state(state)
+        GENERATOR.set_state(state)
         forget(error)
         is_kept = isinstance(error, UndeferrableError) and _is_held_for_long(recording)
         if is_kept and recording.fill_held():
@@ -137,13 +117,23 @@ def defer(build: Callable[[], nn.Module]) -> tuple[nn.Module, Construction]:
         if is_kept:
             raise SettingsError(
                 f"a model must be built without tensors that outlive it, but {error}, and a cache, a class or a thread "
-                "still keeps random tensors of the abandoned construction, which never get values; fill that cache "
+                "still keeps tensors of the abandoned construction, which never get values; fill that cache "
                 "before the run, or clear it as the model's construction begins"
             ) from error
         raise
     finally:
         if not was_frozen:
             gc.unfreeze()
+
+
+def _is_generator_held() -> bool:
+    """Whether other code than torch holds torch's generator, and may ask it for its state at any time."""
+    names = {"torch", "torch._C", "torch.random", "torch.utils.data.dataset", skip.__module__}
+    return any(
+        not (isinstance(one, dict) and one.get("__name__") in names)
+        for one in gc.get_referrers(GENERATOR)
+        if not isinstance(one, BuiltinMethodType)  # Dynamo's list of them
+    )
 
 
 def _record(recording: Recording, build: Callable[[], nn.Module]) -> tuple[nn.Module, Construction]:
@@ -195,7 +185,7 @@ def _build(recording: Recording, build: Callable[[], nn.Module]) -> nn.Module:
 
 def _check(recording: Recording, module: nn.Module) -> None:
     """Raise `UndeferrableError` if a module cannot be finished parameter by parameter."""
-    named = [*_list_tensors(module), *_list_attribute_tensors(module)]
+    named = [(name, tensor) for name, _, _, tensor in list_held(module)]
     owners: dict[int, int] = {}
     for name, tensor in named:
         if is_lazy(tensor):
@@ -217,6 +207,8 @@ def _find_reason(tensor: Tensor, *, is_recorded: bool) -> str:
         return "has no memory in the model itself"
     if not is_recorded and not isinstance(tensor, nn.Parameter):
         return ""
+    if tensor.is_inference():
+        return "is made in inference mode; make it in torch.no_grad()"
     if kind not in (nn.Parameter, Tensor) or _list_hooks(tensor):
         return f"is a {kind.__name__} of its own kind, or has hooks"
     if tensor.grad_fn is not None or tensor.grad is not None:
@@ -230,21 +222,6 @@ def _list_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     yield from module.named_buffers(remove_duplicate=False)
 
 
-def _list_attributes(part: nn.Module) -> Iterator[tuple[str, Any]]:
-    """Yield attributes of a module that hold tensors, beside parameters and buffers."""
-    for key, value in list(vars(part).items()):
-        is_attribute = key not in ("_parameters", "_buffers", "_modules")
-        if is_attribute and any(isinstance(leaf, Tensor) for leaf in tree_leaves(value)):
-            yield key, value
-
-
-def _list_attribute_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield tensors in attributes of modules, beside parameters and buffers, with their names."""
-    for name, part in module.named_modules():
-        for key, value in _list_attributes(part):
-            yield from ((f"{name}.{key}".lstrip("."), leaf) for leaf in tree_leaves(value) if isinstance(leaf, Tensor))
-
-
 def _list_hooks(parameter: Tensor) -> list[Callable[[Tensor], None]]:
     hooks = [*(parameter._backward_hooks or {}).values()]
     return [*hooks, *(getattr(parameter, "_post_accumulate_grad_hooks", None) or {}).values()]
@@ -256,7 +233,16 @@ def _like(tensor: Tensor, values: Tensor) -> Tensor:
     like = nn.Parameter(values, requires_grad) if isinstance(tensor, nn.Parameter) else values
     if not isinstance(tensor, nn.Parameter):
         like.requires_grad_(requires_grad)
-    vars(like).update(vars(tensor))
+    if isinstance(tensor, DTensor):
+        vars(like).update(vars(tensor))
     for hook in (getattr(tensor, "_post_accumulate_grad_hooks", None) or {}).values():
         like.register_post_accumulate_grad_hook(hook)
     return like
+
+
+def _give(tensor: Tensor, values: Tensor) -> None:
+    """Make a tensor what another is, while it stays the object that code may know by its identity or a weak reference.
+
+    Attributes are those that it had.
+    """
+    torch._C._swap_tensor_impl(tensor, values)

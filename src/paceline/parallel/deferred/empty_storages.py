@@ -1,5 +1,6 @@
 """Tensors that are torch's own in all that can be asked of them, but whose storages have no memory."""
 
+import gc
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -43,14 +44,23 @@ class EmptyStorages:
         """Return the keys of the storages that anybody else holds."""
         return {key_of(view) for view in self._list_held()}
 
-    def release(self, values: Mapping[int, torch.UntypedStorage] | None = None) -> None:
-        """Give what is still held the memory of `values`, or some without, so that to read it is no end of all."""
+    def fill(self, values: Mapping[int, torch.UntypedStorage]) -> bool:
+        """Put tensors that are still held into storages with values, and return whether that has been all.
+
+        A storage that was without memory could be read then, but never be written to.
+        """
+        own = {id(view) for view, _ in self._storages.values()}
+        for one in gc.get_objects():
+            if issubclass(type(one), Tensor) and id(one) not in own and self.knows(one):
+                with torch.no_grad():
+                    one.set_(values[key_of(one)], one.storage_offset(), one.shape, one.stride())
+        return not self.is_held()
+
+    def release(self) -> None:
+        """Give what is still held some memory, so that to read it is no end of all."""
         for view in self._list_held():
             storage = view.untyped_storage()
-            given = (values or {}).get(storage._cdata)
-            storage._swap_data_ptr_(  # type: ignore[attr-defined]
-                torch.UntypedStorage(storage.nbytes()) if given is None else given
-            )
+            storage._swap_data_ptr_(torch.UntypedStorage(storage.nbytes()))  # type: ignore[attr-defined]
 
     def run(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, list[int]]:
         """Run an operation for the shapes of what it makes.

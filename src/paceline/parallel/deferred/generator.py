@@ -13,6 +13,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+GENERATOR = torch.default_generator
+"""Torch's generator itself, also while code that builds a model is given something in its place."""
 _NUM_WORDS, _MIDDLE, _WORD_BITS, _LOWER_BITS, _TWIST = 624, 397, 32, 31, 0x9908B0DF
 _DEGREE = _NUM_WORDS * _WORD_BITS - _LOWER_BITS
 _LEFT, _NEXT, KEY = slice(8, 12), slice(16, 24), slice(24, 24 + 8 * _NUM_WORDS)
@@ -47,7 +49,7 @@ def cost(draw: Callable[[Tensor], object], dtype: torch.dtype, remainder: int) -
 
     They are counted, not known: of tensors of three sizes with the same `remainder` by 16.
     """
-    generator = torch.default_generator
+    generator = GENERATOR
     kept = generator.get_state()
     try:
         counts = []

@@ -1,5 +1,7 @@
 """What Python code asks of tensors past torch's operators: addresses, texts, foreign views, the generator's state."""
 
+import gc
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -7,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from paceline.parallel.deferred.generator import GENERATOR
 from paceline.parallel.deferred.recording import Recording
 from paceline.parallel.deferred.refusal import UndeferrableError
 
@@ -43,6 +46,10 @@ _ASKS: dict[tuple[Any, str], str] = {
 """Reasons why a model must be built whole whose construction calls a function on what has no values."""
 
 
+_ALONE = 2
+"""References to an object that only a name and a question about it hold."""
+
+
 @contextmanager
 def watching_python(recording: Recording) -> Iterator[None]:
     """While active, refuse what tensors without values cannot answer, and settle the generator for who reads it."""
@@ -62,13 +69,7 @@ def watching_python(recording: Recording) -> Iterator[None]:
     def clone(storage: torch.UntypedStorage) -> torch.UntypedStorage:
         return recording.copy_storage(storage) if recording.knows(storage) else copy(storage)
 
-    def settle(real: Callable[[], Tensor]) -> Callable[[], Tensor]:
-        def read() -> Tensor:
-            recording.settle()
-            return real()
-
-        return read
-
+    generator = _Settling(recording)
     to_list = Tensor.tolist
     copy: Callable[[torch.UntypedStorage], torch.UntypedStorage] = torch.UntypedStorage.clone
     with ExitStack() as changed:
@@ -76,9 +77,34 @@ def watching_python(recording: Recording) -> Iterator[None]:
             changed.enter_context(replaced(owner, name, refuse(getattr(owner, name), reason)))
         changed.enter_context(replaced(Tensor, "tolist", list_values))
         changed.enter_context(replaced(torch.UntypedStorage, "clone", clone))
-        for module in (torch, torch.random):
-            changed.enter_context(replaced(module, "get_rng_state", settle(module.get_rng_state)))
+        for module in (torch, torch.random, torch._C):
+            changed.enter_context(replaced(module, "default_generator", generator))
         yield
+    gc.collect()
+    if sys.getrefcount(generator) > _ALONE:
+        with recording.watch("generator"):
+            raise UndeferrableError("it keeps torch's generator")
+
+
+class _Settling:
+    """Torch's generator for code that asks it for its state, which it then really has.
+
+    It is no generator: an operator that is given it raises.
+    """
+
+    def __init__(self, recording: Recording) -> None:
+        self._recording = recording
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(GENERATOR, name)
+
+        def ask(*args: Any, **kwargs: Any) -> Any:
+            if name not in ("manual_seed", "seed", "set_state"):
+                self._recording.settle()
+            result = found(*args, **kwargs)
+            return self if result is GENERATOR else result
+
+        return ask if callable(found) else found
 
 
 @contextmanager

@@ -1,10 +1,9 @@
 """The operations of a construction, recorded on tensors without memory, and run again for some of them."""
 
 import gc
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import cache
 from typing import Any
 
 import torch
@@ -13,6 +12,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
+from paceline.parallel.deferred.drawing import BLIND, FILLS, GROUP, draw_at, fills_in_order
 from paceline.parallel.deferred.empty_storages import EmptyStorages, key_of
 from paceline.parallel.deferred.generator import cost
 from paceline.parallel.deferred.operators import (
@@ -34,11 +34,6 @@ from paceline.parallel.deferred.stream import Moment, RandomStream
 
 _MAX_CONSTANT_BYTES = 64 * 2**20
 """Bytes of tensors with values that may be kept; a model that reads more of them gains nothing from being deferred."""
-_FILLS: Mapping[Any, str] = {
-    torch.ops.aten.uniform_.default: "uniform_",
-    torch.ops.aten.normal_.default: "normal_",
-}
-"""Operations that draw a fixed number of words an element, in the elements' order."""
 _CONSTANT_FILLS = {torch.ops.aten.fill_.Scalar, torch.ops.aten.zero_.default}
 _POINTWISE = {
     torch.ops.aten.mul_.Scalar,
@@ -53,8 +48,6 @@ _POINTWISE = {
     torch.ops.aten.clamp_.default,
 }
 """Operations on each element alone, in place."""
-_GROUP = 16
-"""Elements that torch's normal numbers are made from together."""
 
 
 @dataclass(frozen=True)
@@ -102,6 +95,8 @@ class _Operation:
     """Storages that it writes to or makes."""
     moment: Moment | None = None
     """Moment of the random stream before it, if it draws."""
+    num_words: int = 0
+    """Number of words that it draws, if that is known."""
     default_dtype: torch.dtype = field(default_factory=torch.get_default_dtype)
     """Torch's default dtype as it is recorded, which decides what whole numbers are turned into."""
 
@@ -117,7 +112,9 @@ class _Operation:
         default_dtype = torch.get_default_dtype()
         torch.set_default_dtype(self.default_dtype)
         try:
-            results, _ = tree_flatten(_drawing(stream, self.moment, lambda: self.function(*args, **kwargs)))
+            results, _ = tree_flatten(
+                draw_at(stream, self.moment, lambda: self.function(*args, **kwargs), self.num_words)
+            )
         finally:
             torch.set_default_dtype(default_dtype)
         for place, reference in self.made:
@@ -135,12 +132,16 @@ class Recording(TorchDispatchMode):
     numbers are only counted; `settle` then leaves the generator where it would have ended. A value that the code asks
     for is computed.
 
+    Args:
+        is_generator_held: Whether code may ask torch's generator for its state at any time, which then is kept real.
+
     Raises:
         UndeferrableError: An operation cannot be recorded; others raise whatever torch's `FakeTensorMode` raises.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, is_generator_held: bool = False) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self._is_generator_held = is_generator_held
         self._storages = EmptyStorages()
         self._operations: list[_Operation] = []
         self._writers: dict[int, list[int]] = {}
@@ -218,14 +219,16 @@ class Recording(TorchDispatchMode):
         self._storages.release()
 
     def fill_held(self) -> bool:
-        """Give what is still held its values; return False if they are random, so that building again draws others."""
+        """Give what is still held its values; return False if they are random, so that building again draws others.
+
+        Also if something else than a tensor holds some, such as a storage.
+        """
         held, chosen = self._storages.list_held(), set[int]()
         for key in held:
             self._choose(key, len(self._operations), chosen)
         if any(self._operations[place].moment is not None for place in chosen):
             return False
-        self._storages.release(self._replay(held))
-        return True
+        return self._storages.fill(self._replay(held))
 
     def is_held(self) -> bool:
         """Whether anybody else holds a tensor without memory, or a storage of one."""
@@ -253,21 +256,21 @@ class Recording(TorchDispatchMode):
         chain = self._list_pointwise(reference)
         if chain is None:
             return None
-        first = begin // _GROUP * _GROUP
-        end = min(reference.num_elements, -(-(begin + num_elements) // _GROUP) * _GROUP)
+        first = begin // GROUP * GROUP
+        end = min(reference.num_elements, -(-(begin + num_elements) // GROUP) * GROUP)
         part = torch.empty(end - first, dtype=reference.dtype)
         for operation in chain:
             args, kwargs = tree_unflatten(list(operation.leaves), operation.structure)
             moment, num_drawn = operation.moment, 0
             if moment is not None:
-                words = cost(getattr(Tensor, _FILLS[operation.function]), reference.dtype, 0)
+                words = cost(getattr(Tensor, FILLS[operation.function]), reference.dtype, 0)
                 assert words is not None
                 moment, num_drawn = Moment(moment.base, moment.num_words + words[0] * first), words[0] * len(part)
 
             def run(a: Any = args, k: Any = kwargs, o: _Operation = operation) -> Any:
                 return o.function(part, *a[1:], **k)
 
-            _drawing(self._stream, moment, run, num_drawn)
+            draw_at(self._stream, moment, run, num_drawn)
         part = part[begin - first : begin - first + num_elements]
         return part.clone() if len(part) < end - first else part
 
@@ -299,7 +302,7 @@ class Recording(TorchDispatchMode):
                 raise UndeferrableError(f"the operator {func} resizes a tensor")
             found = func(*tree_map(self.with_values, args), **tree_map(self.with_values, kwargs))
             result, new = self._storages.make_like(found)
-        elif func in _FILLS.keys() | _CONSTANT_FILLS and args[0].is_floating_point():
+        elif func in FILLS.keys() | _CONSTANT_FILLS and args[0].is_floating_point():
             result, new = args[0], []
         else:
             result, new = self._storages.run(func, args, kwargs)
@@ -318,7 +321,7 @@ class Recording(TorchDispatchMode):
             func, recorded, structure, made, written | {reference.storage for _, reference in made}, moment
         )
         if moment is not None:
-            self._draw(operation, moment)
+            operation = replace(operation, num_words=self._draw(operation, moment))
         for key in operation.written:
             self._writers.setdefault(key, []).append(len(self._operations))
         self._operations.append(operation)
@@ -339,22 +342,31 @@ class Recording(TorchDispatchMode):
 
         func(*tree_map(give, args), **tree_map(give, kwargs))
 
-    def _draw(self, operation: _Operation, moment: Moment) -> None:
-        """Move the generator on as the operation would."""
+    def _draw(self, operation: _Operation, moment: Moment) -> int:
+        """Move the generator on as the operation would, and return by how many words, or 0 if that is not known."""
         target = operation.leaves[0] if operation.leaves else None
-        if operation.function in _FILLS and isinstance(target, Reference) and target.num_elements >= _GROUP:
-            draw = getattr(Tensor, _FILLS[operation.function])
-            words = cost(draw, target.dtype, target.num_elements % _GROUP) if _is_contiguous(target) else None
+        if operation.function in FILLS and isinstance(target, Reference) and target.num_elements >= GROUP:
+            draw = getattr(Tensor, FILLS[operation.function])
+            words = cost(draw, target.dtype, target.num_elements % GROUP) if _is_contiguous(target) else None
             if words is not None:
-                self._stream.advance(moment, words[0] * target.num_elements + words[1])
-                return
-        storages = self._replay(operation.reads)
-        args, kwargs = tree_unflatten(
-            [leaf.of(storages[leaf.storage]) if isinstance(leaf, Reference) else leaf for leaf in operation.leaves],
-            operation.structure,
-        )
+                num_words = words[0] * target.num_elements + words[1]
+                self._stream.advance(moment, num_words)
+                if self._is_generator_held:
+                    self._stream.settle()
+                return num_words
+        storages = {} if operation.function in BLIND else self._replay(operation.reads)
+
+        def give(leaf: Any) -> Any:
+            if not isinstance(leaf, Reference):
+                return leaf
+            if operation.function in BLIND:
+                return torch.empty_strided(leaf.shape, leaf.stride, dtype=leaf.dtype, device="cpu")
+            return leaf.of(storages[leaf.storage])
+
+        args, kwargs = tree_unflatten([give(leaf) for leaf in operation.leaves], operation.structure)
         self._stream.settle()
         operation.function(*args, **kwargs)
+        return 0
 
     def settle(self) -> None:
         """Leave torch's generator in the state in which the construction would."""
@@ -397,7 +409,7 @@ class Recording(TorchDispatchMode):
     def _overwrites(self, operation: _Operation, key: int) -> bool:
         """Whether nothing of a storage from before an operation is left after it."""
         target = operation.leaves[0] if operation.leaves else None
-        is_filled = operation.function in _FILLS or operation.function in _CONSTANT_FILLS
+        is_filled = operation.function in FILLS or operation.function in _CONSTANT_FILLS
         return is_filled and isinstance(target, Reference) and target.storage == key and self._covers(target)
 
     def _covers(self, reference: Reference) -> bool:
@@ -417,9 +429,9 @@ class Recording(TorchDispatchMode):
             chain.insert(0, operation)
             if operation.function in _CONSTANT_FILLS:
                 return chain
-            if operation.function in _FILLS:
-                is_in_groups = reference.num_elements % _GROUP == 0
-                return chain if is_in_groups and _fills_in_order(operation.function, reference.dtype) else None
+            if operation.function in FILLS:
+                is_in_groups = reference.num_elements % GROUP == 0
+                return chain if is_in_groups and fills_in_order(operation.function, reference.dtype) else None
             if operation.function not in _POINTWISE:
                 return None
         return None
@@ -445,53 +457,13 @@ class Recording(TorchDispatchMode):
         return leaf.detach().clone()
 
 
-def _drawing(stream: RandomStream, moment: Moment | None, run: Callable[[], Any], num_words: int = 0) -> Any:
-    """Run with the random generator at a moment; afterwards it is where it was.
-
-    Args:
-        stream: Stream of the moment.
-        moment: Moment; None for what draws nothing.
-        run: Function to run.
-        num_words: Number of words that it draws, if that is known.
-    """
-    if moment is None:
-        with torch.no_grad():
-            return run()
-    generator = torch.default_generator
-    kept = generator.get_state()
-    generator.set_state(stream.find(moment))
-    try:
-        with torch.no_grad():
-            result = run()
-        if num_words:
-            stream.note(Moment(moment.base, moment.num_words + num_words), generator.get_state())
-        return result
-    finally:
-        generator.set_state(kept)
-
-
-@cache
-def _fills_in_order(function: Any, dtype: torch.dtype) -> bool:
-    """Whether a part of a filled tensor can be filled by itself; tried, since it depends on torch's kernels."""
-    fill = getattr(Tensor, _FILLS[function])
-    words = cost(fill, dtype, 0)
-    if words is None or words[1]:
-        return False
-    stream = RandomStream()
-    moment = Moment(torch.default_generator.get_state())
-    whole, part = torch.empty(64 * _GROUP, dtype=dtype), torch.empty(17 * _GROUP, dtype=dtype)
-    _drawing(stream, moment, lambda: fill(whole))
-    _drawing(stream, Moment(moment.base, words[0] * 5 * _GROUP), lambda: fill(part))
-    return torch.equal(whole[5 * _GROUP : 22 * _GROUP], part)
-
-
 def _is_contiguous(reference: Reference) -> bool:
     expected = 1
     for length, stride in zip(reversed(reference.shape), reversed(reference.stride), strict=True):
         if length != 1 and stride != expected:
             return False
         expected *= length
-    return reference.offset == 0
+    return True
 
 
 def _bytes_of(tensor: Tensor) -> bytes:

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from paceline.parallel.deferred.generator import KEY, skip
+from paceline.parallel.deferred.generator import GENERATOR, KEY, skip
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,7 +39,7 @@ class RandomStream:
 
     def now(self) -> Moment:
         """Return the moment at which torch's generator is."""
-        state = torch.default_generator.get_state()
+        state = GENERATOR.get_state()
         return self._marks.get(state.numpy().tobytes()) or Moment(state)
 
     def advance(self, moment: Moment, num_words: int) -> None:
@@ -48,11 +48,11 @@ class RandomStream:
         key = content[KEY].view(np.uint64)
         key[:4], key[4] = self._nonce, len(self._marks)
         self._marks[content.tobytes()] = Moment(moment.base, moment.num_words + num_words)
-        torch.default_generator.set_state(torch.from_numpy(content))
+        GENERATOR.set_state(torch.from_numpy(content))
 
     def settle(self) -> None:
         """Give torch's generator its real state, for draws of its own."""
-        torch.default_generator.set_state(self.find(self.now()))
+        GENERATOR.set_state(self.find(self.now()))
 
     def find(self, moment: Moment) -> Tensor:
         """Return the generator's state at a moment. One after another is found faster."""
