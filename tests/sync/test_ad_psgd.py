@@ -276,7 +276,7 @@ def test_an_average_that_a_lost_neighbour_was_asked_for_is_not_awaited():
     def begin(header, body):
         raise CommunicationError("the server on rank 1 is lost")
 
-    client = SimpleNamespace(begin=begin)
+    client = SimpleNamespace(_num_requests=0, begin=begin)
     asking = SimpleNamespace(
         _context=SimpleNamespace(seed=0, group=SimpleNamespace(rank=0)),
         _neighbours=[1],

@@ -141,7 +141,7 @@ class ADPSGDSynchroniser(Synchroniser):
         self._kept: Mapping[str, Any] = {}
         """Document of this worker's end among others; empty if it goes on from no such end."""
         self._answers: Mapping[str, Tensor] = {}
-        """Its last answers there."""
+        """The last answers that it gave there, by name."""
         callers = [active for active, passive in pairs if passive == rank]
         self._service = _Passive(self._model, _Stop(), rank, callers, Farewells(size))
         routes = sorted(pairs | {(other, 0) for other in range(size)})

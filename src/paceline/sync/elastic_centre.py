@@ -328,7 +328,7 @@ class KnownCentre:
     """The centre at one instant.
 
     Args:
-        values: Its value.
+        values: Parameters of the centre, flat.
         used: Positions of samples that it has a part of.
         num_swaps: Number of swaps so far.
     """
