@@ -284,6 +284,7 @@ def test_an_average_that_a_lost_neighbour_was_asked_for_is_not_awaited():
         _model=SimpleNamespace(values=torch.zeros(2), num_steps=3),
         _wire_bytes=0,
         _client=None,
+        _num_requests=0,
     )
     with pytest.raises(CommunicationError, match="rank 1 is lost"):
         ADPSGDSynchroniser._request(asking, 0)

@@ -16,6 +16,7 @@ from paceline.replica import Replica
 from paceline.replica.worker_state import BufferCopies
 from paceline.schedules import FunctionSchedule
 from paceline.sync import (
+    ADPSGD,
     ASGD,
     DPSGD,
     EASGD,
@@ -41,6 +42,7 @@ from paceline.training.reforming import can_reform
 SYNCS = [EveryStep(), EveryStep(codec=TopK()), EveryStep(codec=AutoCodec()), LocalSGD(), DiLoCo(), StreamingDiLoCo()]
 SYNCS += [Scaffold(), EASGD(), HierarchicalLocalSGD(), AdaptiveLocalSGD(), DPSGD(), ChocoSGD(), PushSum()]
 SYNCS += [ASGD(), SSP(), ParameterServer(num_standbys=1), ParameterServer(num_backups=1)]
+SYNCS += [ADPSGD(), EASGD(asynchronous=True)]
 
 
 @pytest.mark.parametrize("sync", SYNCS, ids=lambda sync: sync.name)
@@ -52,7 +54,6 @@ def test_these_rules_go_on(sync):
     ("changes", "reason"),
     [
         ({"sync": ASGD(placement="own")}, "processes of their own"),
-        ({"sync": EASGD(asynchronous=True)}, "own pace"),
         ({"sync": ParameterServer(host_size=2)}, "sync parameter_server has a state"),
         ({"sync": ParameterServer(num_servers=2, num_backups=1)}, "own pace"),
         ({"layout": {"sharded": 2}}, "share a model"),

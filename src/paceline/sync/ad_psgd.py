@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Size, Tensor
@@ -16,10 +17,19 @@ from paceline.comm.group import Group
 from paceline.comm.rpc import NOTHING, RpcClient, RpcEndpoint, RpcHeader, RpcReply, RpcService
 from paceline.errors import CommunicationError
 from paceline.registry import register
+from paceline.sync.averages_end import AveragesEnd, find_unanswered
 from paceline.sync.farewells import Farewells
 from paceline.sync.gossip import FlatParameters, GossipRule
 from paceline.sync.rule import Traffic
-from paceline.sync.synchroniser import Delays, HandedOver, LocalStep, Synchroniser, SyncResult, WorkerContext
+from paceline.sync.synchroniser import (
+    Abandoned,
+    Delays,
+    HandedOver,
+    LocalStep,
+    Synchroniser,
+    SyncResult,
+    WorkerContext,
+)
 from paceline.topology.graphs import Edges, Graph
 
 _AVERAGE, _ASK, _LEAVE, _TELL = 0, 1, 2, 3
@@ -50,6 +60,11 @@ class ADPSGD(GossipRule):
     @property
     def is_asynchronous(self) -> bool:
         """Always true."""
+        return True
+
+    @property
+    def survives_loss(self) -> bool:
+        """Always true: each worker keeps its own model, and an average that only one of two has is undone."""
         return True
 
     def start_mixing(self, context: WorkerContext) -> Synchroniser:
@@ -118,6 +133,15 @@ class ADPSGDSynchroniser(Synchroniser):
         """Client of the request under way."""
         self._partner = 0
         """Rank that it is to."""
+        self._num_requests = 0
+        self._unanswered: tuple[int, int] | None = None
+        """Rank and number of the request whose answer has not come."""
+        self._end: AveragesEnd | None = None
+        """This worker's end among these workers; None before it."""
+        self._kept: Mapping[str, Any] = {}
+        """Document of this worker's end among others; empty if it goes on from no such end."""
+        self._answers: Mapping[str, Tensor] = {}
+        """The last answers that it gave there, by name."""
         callers = [active for active, passive in pairs if passive == rank]
         self._service = _Passive(self._model, _Stop(), rank, callers, Farewells(size))
         routes = sorted(pairs | {(other, 0) for other in range(size)})
@@ -173,14 +197,63 @@ class ADPSGDSynchroniser(Synchroniser):
         with self._flat.averaged(self._context.group, self._flat.read()):
             yield
 
+    def abandon(self) -> Abandoned:
+        """Answer nobody from now on; an average whose answer has not come is undone where it was made."""
+        self._service.stop(CommunicationError("ad_psgd: workers change"))
+        if self._has_begun:
+            self._flat.write(self._model.read())
+        self._leave()
+        return Abandoned.DONE
+
+    def part(self) -> None:
+        """Finish all averages."""
+        self._settle()
+        self._leave()
+
+    def _leave(self) -> None:
+        group = self._context.group
+        self._end = AveragesEnd(group.epoch, group.rank, self._unanswered, dict(self._service.answers))
+
+    def repair(self, *, is_new: bool) -> str:
+        """Undo averages whose answers were lost, which conserves the mean; let new workers begin at the mean."""
+        group = self._context.group
+        ends = [end for end in group.gather_documents(self._kept, name="ends of averages") if end]
+        undone = find_unanswered(ends)
+        for active, passive in undone:
+            if self._kept and [self._kept["epoch"], self._kept["rank"]] == [passive["epoch"], passive["rank"]]:
+                self._flat.write(self._flat.read().add_(self._answers[f"answer {active['rank']}"]))
+        self._kept, self._answers = {}, {}
+        words = self._flat.begin_at_mean(group, self._flat.read(), is_new=is_new)
+        self._has_begun = False  # averages begin with these parameters
+        about = f"averages of which only one worker knew were undone: {len(undone)}" if undone else ""
+        return "; ".join(filter(None, (about, words)))
+
+    def last_mixed(self) -> Mapping[int, int]:
+        """Return the number of updates of each other worker that are in the parameters, by rank."""
+        return {rank: num_steps for rank, num_steps in self._service.met_steps.items() if num_steps}
+
     def state(self) -> dict[str, Tensor]:
         """Return nothing, once no average is under way: parameters are the whole state."""
-        self._settle()
+        if self._end is None:
+            self._settle()
         return {}
+
+    def detached_state(self) -> dict[str, Tensor]:
+        """Return this worker's last answers, at its end among these workers."""
+        return self._end.tensors if self._end is not None else {}
+
+    def document(self) -> dict[str, Any]:
+        """Return nothing; at this worker's end among these workers, which averages it has made, or asked for."""
+        return {"end": self._end.document()} if self._end is not None else {}
+
+    def load_document(self, document: Mapping[str, Any]) -> None:
+        """Load the end among others."""
+        self._kept = document.get("end", {})
 
     def load_state(self, saved: Sequence[Mapping[str, Tensor]], shared: Mapping[str, Tensor]) -> None:
         """Restart from the parameters that were loaded."""
         self._finish()
+        self._answers = saved[self._context.group.rank] if self._kept else {}
         self._context.group.barrier(name="averages")
         self._has_begun = self._has_asked = False
         self._stop_at = self._settled_step = None
@@ -206,7 +279,8 @@ class ADPSGDSynchroniser(Synchroniser):
 
     def close(self) -> None:
         """Answer as a passive worker until all have closed."""
-        self._finish()
+        if self._end is None:
+            self._finish()
         self._endpoint.close()
 
     def _begin(self) -> None:
@@ -223,7 +297,9 @@ class ADPSGDSynchroniser(Synchroniser):
         client = self._endpoint.clients[self._partner]
         body = self._model.values.view(torch.uint8)
         self._wire_bytes += len(body)
-        client.begin(RpcHeader(_AVERAGE, clock=self._model.num_steps), body)
+        self._num_requests += 1
+        client.begin(RpcHeader(_AVERAGE, clock=self._model.num_steps, version=self._num_requests), body)
+        self._unanswered = self._partner, self._num_requests
         self._client = client  # not if the neighbour is lost: nothing is under way then
 
     def _finish(self) -> None:
@@ -233,6 +309,7 @@ class ADPSGDSynchroniser(Synchroniser):
         began_s = time.perf_counter()
         client, self._client = self._client, None
         answer, _ = client.finish(self._delta.view(torch.uint8))
+        self._unanswered = None  # not if the answer is lost: then the average is undone
         self._waited_s += time.perf_counter() - began_s
         self._model.add(self._delta)
         self._model.num_averages += 1
@@ -319,6 +396,9 @@ class _Passive(RpcService):
         self._received = {caller: torch.empty_like(model.values) for caller in callers}
         self._deltas = {caller: [torch.empty_like(model.values) for _ in range(2)] for caller in callers}
         """Answers to callers, in turns: the one before may still be under way."""
+        self.answers: dict[int, tuple[int, Tensor]] = {}
+        """Number of each caller's last request, and the difference that it was sent."""
+        self._has_stopped = False
         self._error: BaseException | None = None
         self._wire_bytes = 0
 
@@ -349,9 +429,12 @@ class _Passive(RpcService):
         self._deltas[caller].reverse()
         delta = self._deltas[caller][0]
         with self._model.lock:
+            if self._has_stopped:
+                raise CommunicationError(f"ad_psgd: rank {self._rank} makes no average any more")
             torch.sub(self._model.values, body.view(delta.dtype), out=delta)
             delta.mul_(0.5)
             self._model.values.sub_(delta)
+            self.answers[caller] = header.version, delta
             self._model.num_averages += 1
             self._wire_bytes += delta.nbytes
             answer = RpcHeader(_AVERAGE, clock=self._model.num_steps)
@@ -372,6 +455,12 @@ class _Passive(RpcService):
     def fail(self, error: BaseException) -> None:
         """Record the error."""
         self._error = self._error or error
+
+    def stop(self, error: BaseException) -> None:
+        """Change the parameters no more."""
+        with self._model.lock:
+            self._has_stopped = True
+        self.fail(error)
 
     def check(self) -> None:
         """Raise an error of the threads that answer."""

@@ -66,6 +66,11 @@ class EASGD(PeriodicRule):
         return self.asynchronous
 
     @property
+    def survives_loss(self) -> bool:
+        """Always true: each worker keeps its own parameters, and knows the centre."""
+        return True
+
+    @property
     def weighs_samples(self) -> bool:
         """Always false: the centre pulls at all workers alike."""
         return False

@@ -8,8 +8,8 @@ from torch import Tensor
 
 from paceline.comm.group import Group
 from paceline.sync.parameter_server.state import pack_state, unpack_state
-from paceline.sync.parameter_server.used import Ranges, covers, find_gaps, unite
 from paceline.sync.synchroniser import ServedProgress
+from paceline.sync.used import Ranges, covers, find_gaps, unite
 
 Held = Mapping[str, Any]
 """Facts on the state of a server that a worker holds: version, used ranges, bytes, and the number of servers."""

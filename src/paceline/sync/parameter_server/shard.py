@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from paceline.sync.parameter_server.blocks import PackedTensors, ParameterBlock, copy_all
 from paceline.sync.parameter_server.clocks import Clocks
-from paceline.sync.parameter_server.used import Ranges, add_range
+from paceline.sync.used import Ranges, add_range
 
 
 @dataclass
