@@ -117,6 +117,6 @@ def _is_row(leaf: Any) -> bool:
 def _pad(row: Tensor, length: int, fill: float) -> Tensor:
     if len(row) == length:
         return row
-    padded = row.new_full((length, *row.shape[1:]), fill)  # type: ignore[arg-type]  # of torch's stubs
+    padded = row.new_full((length, *row.shape[1:]), fill)
     padded[: len(row)] = row
     return padded
