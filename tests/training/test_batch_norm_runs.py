@@ -14,7 +14,7 @@ from paceline.optim import SGD
 from paceline.registry import register
 from paceline.training import Model
 from paceline.training.rehearsal import check_batch_norm_sizes
-from paceline.training.session import make_loader
+from paceline.training.loading import make_loader
 
 
 @register("test_normed_vectors")

@@ -26,11 +26,11 @@ from paceline.recipes import RECIPES, find_recipe
 from paceline.registry import explain
 from paceline.training.best import BestSoFar
 from paceline.training.compiling import check_compiler
+from paceline.training.loading import make_loader
 from paceline.training.memory_fit import check_fit
 from paceline.training.rehearsal import RehearsalError, check_batch_norm_sizes, check_shards, outline
 from paceline.training.run import Run
 from paceline.training.run_file import RunFile
-from paceline.training.session import make_loader
 
 
 def make_run(recipe: str, overrides: list[tuple[str, str]]) -> Run:

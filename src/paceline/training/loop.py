@@ -49,6 +49,7 @@ from paceline.training.log_events import (
 )
 from paceline.training.model import resize, size_of
 from paceline.training.reforming import start_alone, train_through_views
+from paceline.training.reforming_layouts import LayoutMember
 from paceline.training.run import Run
 from paceline.training.saving import (
     is_evaluation_due,
@@ -90,6 +91,12 @@ def train(
     """
     training = None
     try:
+        if member is not None and not run.layout.is_plain:
+            layout = LayoutMember(run, directory, group, log, recipe, member)
+            try:
+                return layout.train(lambda session: _run_steps(session) and _finish(session))
+            finally:
+                training = layout.training
         if member is not None:
             training = start_alone(run, directory, group, log, recipe)
             return train_through_views(training, member, lambda session: _run_steps(session) and _finish(session))

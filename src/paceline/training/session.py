@@ -15,14 +15,14 @@ from paceline.checkpoint.peer_memory import PeerMemory
 from paceline.checkpoint.stripes import make_teams
 from paceline.comm.group import Group
 from paceline.comm.membership import Membership
-from paceline.data import Batch, IterableSource, Loader, Splits
+from paceline.data import Batch, IterableSource, Loader
 from paceline.data.content import agree_on_content
-from paceline.data.order import Dispatcher
 from paceline.elastic.member import Member
 from paceline.errors import CommunicationError, SettingsError
 from paceline.monitor.events import BatchChanged, Event, ReplicasHealed, RunStarted, Warned
 from paceline.parallel.model_shard import ModelShard
 from paceline.replica.healing import GradientComparison, Healed, heal
+from paceline.replica.living import LivingState
 from paceline.replica.memory import KeptReplica
 from paceline.replica.named_tensors import restore_objects
 from paceline.replica.replica import Replica
@@ -34,6 +34,7 @@ from paceline.sync.synchroniser import Delays
 from paceline.training.anomalies import AnomalyGuard
 from paceline.training.idle import list_idle
 from paceline.training.load_balancing import LoadBalancer
+from paceline.training.loading import make_loader
 from paceline.training.memory_probe import MemoryProbe
 from paceline.training.noise_scale import NO_CLIPPING, NoiseMeter
 from paceline.training.rates import Rates
@@ -186,7 +187,7 @@ def open_session(
     training: Training,
     group: Group,
     world: Group | None,
-    state: SavedState | None,
+    state: SavedState | Callable[[Replica], SavedState] | None,
     *,
     member: Member | None = None,
     is_live: bool = False,
@@ -198,7 +199,7 @@ def open_session(
         training: Training of the workers.
         group: The workers, or all ranks of the layout.
         world: See `Replica`.
-        state: Checkpoint to resume from, or the state in memory, on rank 0.
+        state: Checkpoint to resume from, or the state in memory, on rank 0; or a function that finds it on all ranks.
         member: Connection to the supervisor, if workers may change.
         is_live: Whether the state is that of rank 0 at its end of the session before, in memory.
         kept: State that this worker has kept from the session before, if it is at the same step as rank 0.
@@ -207,7 +208,7 @@ def open_session(
     session.member = member
     watch_replica(session)
     try:
-        resume(session, state, is_live=is_live, kept=kept)
+        resume(session, state(session.replica) if callable(state) else state, is_live=is_live, kept=kept)
         check_batch_norm_sizes(training.run, training.splits, session.loader)
         before, session.global_batch = session.global_batch, session.loader.global_batch
         if is_live:
@@ -222,7 +223,7 @@ def open_session(
         session.replica.close()
         raise
     session.first_step, session.first_update = training.step, session.replica.num_updates
-    saver = session.saver if not training.outlives_workers else None
+    saver = session.saver if not training.keeps_saver else None
     # A second signal must not end the process while the saver still writes.
     with session.membership.stopping_on_signals(may_interrupt=False), saver or nullcontext():
         yield session
@@ -298,7 +299,7 @@ def _make_session(
 
 def _find_saver(training: Training, shard: ModelShard) -> AsyncSaver | None:
     """Return this rank's saver; one that outlives the session goes on writing what it has begun."""
-    if not training.outlives_workers:
+    if not training.keeps_saver:
         return open_saver(training.store, shard)
     if shard.world.rank == 0:
         training.saver = training.saver or AsyncSaver(training.store)
@@ -345,64 +346,13 @@ def make_rates(training: Training, replica: Replica, before: Rates | None = None
     return rates
 
 
-def make_loader(
-    run: Run,
-    splits: Splits,
-    workers: Group,
-    *,
-    split: Callable[[Batch], Batch] | None = None,
-    dispatcher: Dispatcher | None = None,
-) -> Loader:
-    """Return the loader of a run's training data.
-
-    Args:
-        run: The run.
-        splits: Data of the run.
-        workers: Ranks that take different samples.
-        split: See `Loader`.
-        dispatcher: See `Loader`.
-
-    Raises:
-        SettingsError: The settings do not fit each other, the data or the number of workers.
-    """
-    schedule = run.batch_schedule
-    if schedule.smallest(run.global_batch) < workers.size:
-        raise SettingsError(
-            f"global_batch must be at least the number of workers, but batch_schedule {schedule.name} may take it to "
-            f"{schedule.smallest(run.global_batch)} with {workers.size} workers; start fewer, or keep it larger"
-        )
-    return Loader(
-        splits.train,
-        run.global_batch,
-        group=workers,
-        num_epochs=run.num_epochs,
-        collate_fn=splits.train.collate if isinstance(splits.train, IterableSource) else None,
-        drop_last=run.drop_last or splits.drop_last,
-        join_epochs=run.join_epochs,
-        split=split,
-        seed=run.seed,
-        order=run.order,
-        shuffle=splits.shuffle if run.order is None else None,
-        shares=run.fixed_shares,
-        num_micro_batches=run.num_micro_batches,
-        num_virtual_workers=run.num_virtual_workers,
-        bad_samples=run.bad_samples,
-        num_processes=run.num_data_processes or splits.num_processes,
-        num_threads=run.num_data_threads,
-        read_ahead_bytes=run.read_ahead_bytes,
-        augment=run.augment,
-        dispatcher=dispatcher,
-        changes=schedule.plan(run.global_batch, run.count_steps(splits)),
-        adds_micro_batches=schedule.adds_micro_batches,
-    )
-
-
 def resume(
     session: Session, state: SavedState | None, *, is_live: bool = False, kept: KeptReplica | None = None
 ) -> bool:
     """Load rank 0's `state` into the session of every rank; return whether there was one. See `open_session`."""
     training, run, loader = session.training, session.training.run, session.loader
-    document = restore(state, session.replica, is_live=is_live, kept=kept)
+    is_shared = isinstance(state, LivingState)
+    document = restore(state, session.replica, has_model=is_live and not is_shared, kept=kept)
     if document is None:
         return False
     loader.load_state_dict(document["loader"])
@@ -422,7 +372,8 @@ def resume(
     if is_live:
         session.replica.state.is_exchange_due = document["is_exchange_due"]
         training.saved_step = document["saved_step"]
-        pool_over_workers(training.module, session.replica.shard.statistics_group, weight=float(kept is not None))
+        if not is_shared:
+            pool_over_workers(training.module, session.replica.shard.statistics_group, weight=float(kept is not None))
     else:
         training.resumed_from = document["path"] = str(state.path) if state else ""
     return True

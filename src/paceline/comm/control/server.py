@@ -133,7 +133,9 @@ class ControlServer:
         )
         await self._stop.wait()
         loop.remove_reader(listener)
-        await asyncio.sleep(0)  # those that were accepted just now begin; after server.close() their sockets stayed open
+        await asyncio.sleep(
+            0
+        )  # those that were accepted just now begin; after server.close() their sockets stayed open
         accepting = asyncio.all_tasks() - {asyncio.current_task()}
         for task in accepting:
             task.cancel()
