@@ -13,8 +13,8 @@ from paceline.monitor.reader import read_log, select
 from paceline.optim import SGD
 from paceline.registry import register
 from paceline.training import Model
-from paceline.training.rehearsal import check_batch_norm_sizes
 from paceline.training.loading import make_loader
+from paceline.training.rehearsal import check_batch_norm_sizes
 
 
 @register("test_normed_vectors")

@@ -26,7 +26,7 @@ class View:
     previous: tuple[int | None, ...]
     """Ranks in the epoch before, by rank; None for a new worker, without state."""
     step: int
-    """Number of updates of the most advanced state; -1 if no worker has one, so that the newest checkpoint is loaded."""
+    """Updates of the most advanced state; -1 if no worker has one, so that the newest checkpoint is loaded."""
     reason: str
     """Reason of the change in words: who was lost, joined or left."""
 

@@ -74,13 +74,12 @@ class Member(ABC):
     def change_is_pending(self) -> bool:
         """Return whether workers join or leave at the next step boundary; it costs nothing."""
 
-    @abstractmethod
     def call_when_broken(self, epoch: int, call: Callable[[], None]) -> None:
-        """Call a function, in another thread, once a worker of an epoch is lost, so that nobody waits for it."""
+        """Call a function, in another thread, once a worker of an epoch is known to be lost; by default never."""
 
-    @abstractmethod
     def is_broken(self, epoch: int, within_s: float) -> bool:
-        """Return whether a worker of an epoch is known to be lost, or is so within a time."""
+        """Return whether a worker of an epoch is known to be lost, or is so within a time; by default none is."""
+        return False
 
     @abstractmethod
     def at_boundary(self, step: int) -> None:

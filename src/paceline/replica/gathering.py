@@ -162,7 +162,7 @@ def scatter(
 def trade(
     wanted: Mapping[str, Slice], held: Mapping[str, tuple[Slice, Tensor]], group: Group
 ) -> Iterator[tuple[str, Tensor, int]]:
-    """Yield the slices that this rank wants, each with the rank that holds the same one: itself, or the first that does.
+    """Yield the slices that this rank wants, each with a rank that holds the same one: itself, or the first that does.
 
     Every rank must take all of them; who wants what it holds is sent nothing.
 

@@ -93,10 +93,7 @@ def train(
     try:
         if member is not None and not run.layout.is_plain:
             layout = LayoutMember(run, directory, group, log, recipe, member)
-            try:
-                return layout.train(lambda session: _run_steps(session) and _finish(session))
-            finally:
-                training = layout.training
+            return layout.train(lambda session: _run_steps(session) and _finish(session))
         if member is not None:
             training = start_alone(run, directory, group, log, recipe)
             return train_through_views(training, member, lambda session: _run_steps(session) and _finish(session))

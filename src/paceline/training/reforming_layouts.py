@@ -6,7 +6,8 @@ that have a part load their own, and the new one is sent its part by a rank that
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
@@ -66,7 +67,7 @@ class LayoutMember:
             CommunicationError: Workers are lost, and all are to start again from the newest checkpoint.
             Evicted: This worker belongs to the training no longer.
         """
-        with self._requests.stopping_on_signals(may_interrupt=False):
+        with self._requests.stopping_on_signals(may_interrupt=False), self._closing():
             while True:
                 view = self._member.next_view(self._run.timeout_s)
                 if view.step < 0 and self.training is not None:
@@ -75,6 +76,14 @@ class LayoutMember:
                 ended = self._train_in(view, run_steps)
                 if ended is not None:
                     return ended
+
+    @contextmanager
+    def _closing(self) -> Iterator[None]:
+        try:
+            yield
+        finally:
+            if self.training is not None:
+                self.training.store.close()
 
     def _train_in(self, view: View, run_steps: Callable[[Session], bool]) -> bool | None:
         """Train in a view; return None if others are lost."""
@@ -197,8 +206,6 @@ class LayoutMember:
         training, replica = session.training, session.replica
         if replica.state.is_torn:
             return
-        is_early = replica.state.num_updates - session.first_update < 0
-        assert not is_early
         session.loader.in_hand = None
         tensors, document = capture_progress(session)
         more = {"saved_step": training.saved_step, "is_exchange_due": False, "noise": None}
