@@ -7,22 +7,24 @@ from paceline.monitor.events import CheckpointSaved, Restarted, RunStarted, Step
 from paceline.monitor.reader import read_log, select
 
 LAYOUTS = {
-    "tensor": {"layout.tensor": 2},
-    "sharded": {"layout.sharded": 2, "layout.data": 2},
-    "optimizer": {"layout.sharded": 2, "layout.data": 2, "layout.zero_stage": 1},
-    "pipeline": {"layout.pipeline": 2, "model.num_layers": 2},
+    "tensor": (2, {"layout.tensor": 2}),
+    "sharded": (4, {"layout.sharded": 2, "layout.data": 2}),
+    "optimizer": (4, {"layout.sharded": 2, "layout.data": 2, "layout.zero_stage": 1}),
+    "pipeline": (2, {"layout.pipeline": 2, "model.num_layers": 2}),
 }
-# The only checkpoint is that of the end; what two epochs of workers would differ in are the last digits.
+"""Workers, of one rank or two each, and settings: four ranks."""
+# The only checkpoint is that of the end.
 SETTINGS = {"checkpoint_interval": 0, "hash_interval": 0, "ema": 0.9, "clip_norm": 1.0}
 
 
 def check_killed(tmp_path, run_here, layout, ranks, num_steps=30):
     """Kill ranks one after the other; return the changes of the workers."""
-    settings = SETTINGS | LAYOUTS[layout]
+    num_workers, settings = LAYOUTS[layout]
+    settings = SETTINGS | settings
     straight, killed = tmp_path / "straight", tmp_path / "killed"
-    done = run_here(*arguments_of_run(straight, num_steps, 4, settings))
+    done = run_here(*arguments_of_run(straight, num_steps, num_workers, settings))
     assert done.returncode == 0, done.stdout + done.stderr
-    process = start(killed, num_steps, 4, **settings)
+    process = start(killed, num_steps, num_workers, **settings)
     for number, rank in enumerate(ranks):
         at = newest_step(killed) + 4 if number else 4
         wait_until(lambda at=at: newest_step(killed) >= at, process, poll_s=0.001)
