@@ -241,8 +241,9 @@ def restore(
     loaded: dict[str, Tensor] = {}
     wanted = _list_wanted(saved, replica, match) if kept is None else {}
     wanted = {name: held for name, held in wanted.items() if not has_model or name not in targets}
-    is_living = isinstance(checkpoint, LivingState)
-    for name, tensor in checkpoint.trade(wanted, world) if is_living else scatter(wanted, saved.find, world):
+    for name, tensor in (
+        checkpoint.trade(wanted, world) if isinstance(checkpoint, LivingState) else scatter(wanted, saved.find, world)
+    ):
         if name in targets:
             targets[name].copy_(tensor)
         else:

@@ -165,7 +165,7 @@ class WorkerState:
         """Note that an update has ended.
 
         Raises:
-            CommunicationError: It was not known whether all ranks make it.
+            CommunicationError: Other ranks were lost before they said whether they can make it.
         """
         if self.buffers is not None:
             self.buffers.note()

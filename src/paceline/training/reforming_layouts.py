@@ -171,8 +171,7 @@ class LayoutMember:
 
     def _explain(self, error: RuntimeError | CommunicationError, view: View, session: Session | None) -> PacelineError:
         """Return the error that says that others are lost; raise one that is not about that."""
-        is_lost = isinstance(error, CommunicationError)
-        if not (is_lost or is_lost_peer(error)):
+        if not isinstance(error, CommunicationError) and not is_lost_peer(error):
             raise error
         if isinstance(error, CommunicationError) and session is None:
             return error
