@@ -151,18 +151,18 @@ class WorkerState:
         """Buffers of gradients that last from step to step; empty if autograd allocates gradients anew."""
         return self._reduction.list_buffers()
 
-    def begin_update(self) -> None:
-        """Note that an update begins to change the model, once all ranks have all that it takes."""
-        if self.on_undecided is not None:
-            try:
-                self._shard.world.barrier(name="all have their gradients")
-            except CommunicationError as error:
-                self._undecided = error
-                self.on_undecided()
-        self.is_torn = True
+    def agree_on_update(self) -> bool:
+        """Wait until all ranks have what an update takes; return that it may begin, also if some are lost."""
+        assert self.on_undecided is not None
+        try:
+            self._shard.world.barrier(name="all have their gradients")
+        except CommunicationError as error:
+            self._undecided = error
+            self.on_undecided()
+        return True
 
     def end_update(self) -> None:
-        """Note that an update has ended.
+        """Note that an update of a worker whose peers may change has ended.
 
         Raises:
             CommunicationError: Other ranks were lost before they said whether they can make it.
