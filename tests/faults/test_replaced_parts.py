@@ -50,7 +50,7 @@ def test_a_lost_tensor_rank_is_replaced_and_gets_its_part_from_its_replica(tmp_p
     (change,) = check_killed(tmp_path, run_here, "tensor", [3])
     assert change.names == ["w0", "w1", "w2", "w3.2"]
     assert change.num_sent == 1
-    assert change.repaired == "w3.2 was sent its part of the model by w1"
+    assert change.repaired == "w3.2 was sent its part of the model by w0 and w1"
     assert change.lost.startswith("of w3 nothing but the work after step ")
 
 
