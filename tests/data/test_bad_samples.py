@@ -1,15 +1,20 @@
+import io
 import pickle
+import tarfile
 import warnings
 
 import numpy as np
 import pytest
 import torch
+from file_samples import draw_image
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
 from paceline.comm import LocalGroup
-from paceline.data import BadSamples, BadSampleWarning, Images, Loader, Source
+from paceline.data import BadSamples, BadSampleWarning, FileData, FileSource, Images, Loader, Source
+from paceline.data.formats.index import write_index
+from paceline.data.formats.opening import open_place
 from paceline.errors import BadSample, DataError
 from paceline.monitor import BadSampleFound, read_log
 from paceline.training import Run
@@ -164,3 +169,49 @@ def test_a_run_names_the_damaged_file(tmp_path, run_here):
 
 def test_settings_are_part_of_a_run():
     assert Run.model_fields["bad_samples"].default == BadSamples(action="fatal", budget=100)
+
+
+def write_broken_images(folder):
+    """Write one good image and three files that are none, in an order by name."""
+    folder.mkdir(parents=True)
+    content = draw_image(0)
+    for name, part in {"a": b"", "b": content[: len(content) // 2], "c": b"words, no pixels", "d": content}.items():
+        (folder / f"{name}.png").write_bytes(part)
+    return folder
+
+
+@pytest.mark.filterwarnings("ignore::paceline.data.NoIndexWarning")
+def test_a_file_that_is_an_image_by_its_name_alone_is_a_bad_sample(tmp_path):
+    folder = write_broken_images(tmp_path / "broken")
+    source = FileSource(folder)
+    for number, name in enumerate("abc"):
+        with pytest.raises(BadSample, match=rf"sample '{name}' of .*/broken/{name}\.png must be readable") as caught:
+            source[number]
+        assert caught.value.path == f"{folder}/{name}.png"
+        assert "0x" not in caught.value.reason, "an address in memory tells nobody anything"
+    for action, sizes in {"skip": [0, 1], "replace": [2, 2]}.items():
+        batches = list(Loader(source, 2, num_epochs=1, shuffle=False, bad_samples=BadSamples(action=action)))
+        assert [batch.num_samples for batch in batches] == sizes
+        assert torch.equal(batches[1].data["image"][-1], source[3]["image"])
+
+
+def test_images_of_shards_that_are_none_are_bad_samples(tmp_path):
+    with tarfile.open(tmp_path / "shard-00.tar", "w") as shard:
+        for name, content in {"0.x.png": draw_image(1), "1.x.png": b""}.items():
+            entry = tarfile.TarInfo(name)
+            entry.size = len(content)
+            shard.addfile(entry, io.BytesIO(content))
+    write_index(open_place(tmp_path), "tar")
+    source = FileSource(tmp_path)
+    assert source[0]["x"].shape == (3, 12, 12)
+    with pytest.raises(BadSample, match=r"shard-00\.tar must be readable, but: x must be a whole image"):
+        source[1]
+
+
+@pytest.mark.filterwarnings("ignore::paceline.data.NoIndexWarning")
+def test_files_of_a_run_may_begin_with_one_that_is_no_image(tmp_path):
+    for name in ("cats", "dogs"):
+        write_broken_images(tmp_path / name)
+    train = FileData(path=str(tmp_path), held_out_fraction=0.5).open().train
+    with pytest.raises(BadSample, match=r"/cats/[abc]\.png must be readable"):
+        train.read(np.array([0]))

@@ -81,6 +81,20 @@ def test_a_cut_or_overwritten_shard_is_refused(tmp_path):
         read_tar(tmp_path)
 
 
+def test_a_shard_that_ends_anywhere_before_its_end_mark_is_refused(tmp_path):
+    storage, file = write_tar(
+        tmp_path, [("a.bin", bytes(100)), ("a.cls", b"1"), ("b.bin", bytes(100)), ("b.cls", b"2")]
+    )
+    content = storage.read("s.tar")
+    whole = 4 * 1024
+    for size in {0, 1, 512, 700, 1024, file.num_bytes // 2 % whole, 1536, 2047, 2048, 3072, 4000, whole, whole + 511}:
+        storage.write("s.tar", content[:size])
+        with pytest.raises(DataError, match=r"s\.tar must .*was cut"):
+            Tar().scan(storage, storage.find("s.tar"))
+    storage.write("s.tar", content[: whole + 512])
+    assert [sample["cls"] for sample in read_tar(tmp_path)] == [1, 2]
+
+
 TREE = {
     "image": b"\x89PNG\r\n\x1a\nrest",
     "mask": np.arange(6, dtype=np.int16).reshape(2, 3),

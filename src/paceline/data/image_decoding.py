@@ -59,7 +59,7 @@ def decode_image(file: bytes, size: int | None = None, *, name: str, decoder: De
         MissingExtraError: The decoder is not installed.
     """
     check_pillow()
-    from PIL import Image
+    from PIL import Image, UnidentifiedImageError
 
     if decoder == "simplejpeg" and file.startswith(_JPEG):
         decode_jpeg = open_simplejpeg()
@@ -80,6 +80,8 @@ def decode_image(file: bytes, size: int | None = None, *, name: str, decoder: De
                 image = Image.fromarray((np.asarray(opened) >> 8).astype(np.uint8))
             image = image.convert("RGB")
             return np.asarray(image if size is None else image.resize((size, size), Image.Resampling.BILINEAR))
+    except UnidentifiedImageError as error:
+        raise _refuse(name, ValueError("it begins like no image that Pillow knows")) from error
     except Exception as error:  # Pillow raises whatever each format's decoder happens to raise
         raise _refuse(name, error) from error
 

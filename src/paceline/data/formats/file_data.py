@@ -16,7 +16,7 @@ from torch import Tensor
 from paceline.data.base import Data, Spec, Splits
 from paceline.data.batch import LABELS
 from paceline.data.formats.held_out import PartOfSource
-from paceline.data.formats.leaves import KEY, find_image_type, flatten
+from paceline.data.formats.leaves import KEY, flatten, is_image
 from paceline.data.formats.source import FileSource
 from paceline.data.image_decoding import Decoder, decode_image
 from paceline.data.images import normalise
@@ -115,10 +115,9 @@ class FileData(Data):
         else:
             target = self.target or next((leaf for leaf in _TARGETS if leaf in first), "")
             _find_leaf(first, target, "target", path)
-            is_image = bool(find_image_type(value))
-            shape = (3, self.size, self.size) if is_image else np.asarray(value).shape
+            shape = (3, self.size, self.size) if is_image(value) else np.asarray(value).shape
             spec = Spec(self._count_classes(source, target), shape)
-            transform = Labelled(name, target, self.size if is_image else None, self.decoder)
+            transform = Labelled(name, target, self.size if is_image(value) else None, self.decoder)
         source.spec = spec
         return source.transformed(transform, is_thread_safe=True)
 
@@ -199,7 +198,7 @@ def _is_row_of_tokens(name: str, value: Any) -> bool:
 def _guess_input(first: Mapping[str, Any], path: str) -> str:
     """Return the leaf that a model most likely gets."""
     kinds = (
-        lambda name, value: bool(find_image_type(value)),
+        lambda name, value: is_image(value),
         _is_row_of_tokens,
         lambda name, value: isinstance(value, str),
         lambda name, value: isinstance(value, np.ndarray | list) and math.prod(np.asarray(value).shape) > 0,

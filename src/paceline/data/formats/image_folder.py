@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from paceline.data.formats.base import Format, Scan
-from paceline.data.formats.leaves import KEY, Sample, find_image_type
+from paceline.data.formats.leaves import KEY, Sample, find_image_type, name_image
 from paceline.data.storage import FileInfo, Storage
 from paceline.errors import DataError
 
@@ -31,7 +31,8 @@ class ImageFolder(Format):
     def decode(self, path: str, about: Mapping[str, Any], start: int, content: bytes) -> Sequence[Sample]:
         """Return the sample of a file."""
         place = PurePosixPath(path)
-        sample: Sample = {KEY: str(place.with_suffix("")), "image": content}
+        image = name_image(place.suffix[1:].lower(), content)
+        sample: Sample = {KEY: str(place.with_suffix("")), "image": image}
         classes = about.get("classes")
         return [sample | {"label": classes.index(str(place.parent))} if classes else sample]
 

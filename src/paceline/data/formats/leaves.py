@@ -28,7 +28,22 @@ _JSON = frozenset({"json", "jsn"})
 _BYTES = frozenset(
     {"bin", "png", "jpg", "jpeg", "webp", "bmp", "gif", "tif", "tiff", "ppm", "wav", "flac", "mp3", "mp4"}
 )
+_IMAGES = frozenset({"jpeg", "webp", *IMAGE_TYPES.values()})
 _KNOWN = _INTEGERS | _TEXTS | _JSON | _BYTES | {"npy"}
+
+
+class NamedImage(bytes):
+    """Bytes of a file whose name says that it is an image, but which do not begin like one."""
+
+
+def name_image(ending: str, content: bytes) -> bytes:
+    """Return the bytes of a file, marked if they are no image though the ending of its name says so."""
+    return NamedImage(content) if ending in _IMAGES and not find_image_type(content) else content
+
+
+def is_image(value: object) -> bool:
+    """Return whether a leaf is to be decoded as an image: by its first bytes, or by the name of its file."""
+    return isinstance(value, NamedImage) or bool(find_image_type(value))
 
 
 def find_image_type(content: object) -> str:
@@ -130,7 +145,7 @@ def _part_ending(field: str) -> tuple[str, str]:
 def decode_leaf(ending: str, content: bytes) -> Any:
     """Return the value of a leaf's bytes: see `decode_leaves`."""
     if ending in _BYTES:
-        return content
+        return name_image(ending, content)
     if ending in _INTEGERS:
         return int(content)
     if ending in _TEXTS:

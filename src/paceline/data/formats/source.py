@@ -17,7 +17,7 @@ from torch import Tensor
 
 from paceline.data.base import Source, Spec
 from paceline.data.formats.index import Index, find_index, stride_rows
-from paceline.data.formats.leaves import KEY, Sample, find_image_type, nest
+from paceline.data.formats.leaves import KEY, Sample, is_image, nest
 from paceline.data.formats.manifest import DataManifest
 from paceline.data.formats.opening import open_place
 from paceline.data.formats.verified import VerifiedStorage
@@ -245,7 +245,7 @@ class FileSource(Source):
         for number, one in enumerate(fetched):
             if seeds is not None and not self.is_thread_safe:
                 seed_generators(seeds[number])
-            samples.append(self._make(nest(self._decode_leaves(one))))
+            samples.append(self._make(one))
         return samples
 
     def collate(self, samples: list[Any]) -> Any:
@@ -273,17 +273,19 @@ class FileSource(Source):
         """Return one sample, transformed."""
         if not -self._num_samples <= index < self._num_samples:
             raise IndexError(f"{self} have no sample {index}")
-        return self._make(self.read_trees(np.array([index % self._num_samples]))[0])
+        return self._make(self.fetch(np.array([index % self._num_samples]))[0])
 
-    def _make(self, tree: dict[str, Any]) -> Any:
+    def _make(self, fetched: _Fetched) -> Any:
+        tree = nest(self._decode_leaves(fetched))
         key = str(tree.get(KEY, ""))
         try:
             if self._transform is not None:
                 return self._transform(tree)
             return _decode_images({name: value for name, value in tree.items() if name != KEY})
         except DataError as error:
-            message = f"sample {key!r} of {self._place} must be readable, but: {error}"
-            raise BadSample(message, path=self._place, key=key, reason=str(error)) from error
+            path = f"{self._where.storage.url}/{fetched.path}" if fetched.path else self._place
+            message = f"sample {key!r} of {path} must be readable, but: {error}"
+            raise BadSample(message, path=path, key=key, reason=str(error)) from error
 
     def _find_records(self, indices: Indices) -> tuple[NDArray[np.int64], NDArray[np.int64] | None]:
         """Return the records of samples, and their places in these; None where each record holds one."""
@@ -351,7 +353,7 @@ def _decode_images(tree: dict[str, Any]) -> dict[str, Any]:
         if isinstance(value, dict):
             decoded[name] = _decode_images(value)
         else:
-            decoded[name] = to_tensor(decode_image(value, name=name)) if find_image_type(value) else _own(value)
+            decoded[name] = to_tensor(decode_image(value, name=name)) if is_image(value) else _own(value)
     return decoded
 
 

@@ -35,7 +35,7 @@ class Tar(Format):
         seen: set[str] = set()
         last = None
         with StorageFile(storage, file, 1 << 16) as opened:
-            for begin, end, name, _, _ in _list_members_of(opened.read_at, file.num_bytes, file.path):
+            for begin, end, name, _, _ in _list_members_of(opened.read_at, file.num_bytes, file.path, is_shard=True):
                 key, _ = _part_name(name)
                 if key != last and key in seen:
                     raise DataError(
@@ -90,7 +90,7 @@ def _part_name(name: str) -> tuple[str, str]:
 
 
 def _list_members_of(
-    read_at: Callable[[int, int], bytes], num_bytes: int, path: str
+    read_at: Callable[[int, int], bytes], num_bytes: int, path: str, *, is_shard: bool = False
 ) -> Iterator[tuple[int, int, str, int, int]]:
     """Yield each file of a shard: see `_list_members`.
 
@@ -98,18 +98,18 @@ def _list_members_of(
         DataError: A header is damaged, or the shard ends inside a file.
     """
     try:
-        yield from _list_members(read_at, num_bytes, path)
+        yield from _list_members(read_at, num_bytes, path, is_shard=is_shard)
     except ValueError as error:  # such as a number that is none
         raise DataError(f"{path} must have whole headers, but: {error}; fetch it again") from error
 
 
 def _list_members(
-    read_at: Callable[[int, int], bytes], num_bytes: int, path: str
+    read_at: Callable[[int, int], bytes], num_bytes: int, path: str, *, is_shard: bool
 ) -> Iterator[tuple[int, int, str, int, int]]:
-    """Yield each file of a shard: first and last byte with headers, name, place and size of its content.
+    """Yield each file of a shard, or of a part: first and last byte with headers, name, place and size of its content.
 
     Raises:
-        DataError: A header does not have its checksum, or the shard ends inside a file.
+        DataError: A header does not have its checksum, or the shard ends inside a file or without its end mark.
     """
     position, begin = 0, -1
     told: dict[str, str] = {}
@@ -134,6 +134,11 @@ def _list_members(
         if kind not in _EXTENDED or kind == _GLOBAL:
             begin = -1
         position = after
+    if is_shard:
+        raise DataError(
+            f"{path} must end with a block of {_BLOCK} zeros after its last file, but ends without one at byte "
+            f"{num_bytes}; it was cut: fetch it again, or write it anew if it never had one"
+        )
 
 
 def _read_name(header: bytes) -> str:
