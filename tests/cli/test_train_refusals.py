@@ -65,8 +65,8 @@ def held(): return paceline.Run(data=Dataset(), **settings)
         ("train transformer_lm --go_on --out empty_folder/..", "is neither; choose another\n"),
         ("train transformer_lm --max-restarts -1", "--max-restarts must be at least 0, but got -1"),
         (
-            "train transformer_lm --sync ad_psgd --listen 127.0.0.1",
-            "--listen must be given for a run whose workers may change, but with sync ad_psgd workers go at",
+            "train transformer_lm --workers 3 --sync asgd --sync.placement own --listen 127.0.0.1",
+            "--listen must be given for a run whose workers may change, but servers of sync asgd have processes of",
         ),
         ("train transformer_lm --layout.tensor 2 --notice_s 9", "--notice_s must be given for a run whose workers may"),
         ("train transformer_lm --workers 2 --min_workers 3", "--min_workers must be at most the 2 workers, but got 3"),

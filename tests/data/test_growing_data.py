@@ -37,6 +37,7 @@ def step(loaders):
     return [sample for batch in batches for sample in batch.data[: batch.num_samples].tolist()]
 
 
+@pytest.mark.timeout(200)
 @settings(deadline=None, derandomize=True, max_examples=40)
 @given(
     sizes=st.lists(st.integers(1, 9), min_size=2, max_size=5),
