@@ -2,7 +2,6 @@
 
 import posixpath
 from collections.abc import Callable, Sequence
-from datetime import datetime
 from typing import Any, TypeVar
 
 from paceline.data.storage.base import FileInfo, Storage, changed
@@ -97,8 +96,7 @@ class FsspecStorage(Storage):
 
     def _to_info(self, path: str, details: dict[str, Any]) -> FileInfo:
         marks = (details.get(name) for name in ("ETag", "etag", "md5", "mtime", "LastModified", "created"))
-        mark = next((mark for mark in marks if mark), "")
-        version = str(mark.timestamp() if isinstance(mark, datetime) else mark)  # lists tell it as a number
+        version = next((str(mark) for mark in marks if mark), "")
         return FileInfo(path.removeprefix(f"{self._root}/"), int(details["size"] or 0), version)
 
     def _ask(self, path: str, request: Callable[[], T]) -> T:
