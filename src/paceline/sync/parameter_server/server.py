@@ -117,13 +117,15 @@ class Server(RpcService):
             return lambda: self._wait(ticket)
 
     def drop_caller(self, caller: int, error: BaseException | None) -> None:
-        """Stop all waiting for a worker that is gone."""
+        """Stop all waiting for a worker that is gone; a server that has stopped applies nothing more for it."""
         with self._changed:
             if error is not None:
                 self.lost[caller] = error
                 if self._stops_at_loss:
                     self._stop(error)
-                    return
+            if self._failure is not None:
+                return
+            if error is not None:
                 self.server_update.lose(caller)
             self._tickets.pop(caller, None)
             self._leave(caller)
