@@ -187,6 +187,23 @@ def _read_field_texts(cls: type[Settings]) -> dict[str, str]:
     return texts
 
 
+def validate(read: Callable[[object], F], given: object, setting: str) -> F:
+    """Return settings that are given as such, by their name, or as a mapping.
+
+    Args:
+        read: Function that reads them: `model_validate` of their family.
+        given: Settings, their name, or a mapping of their fields.
+        setting: Name of the argument that takes them, for the message.
+
+    Raises:
+        SettingsError: The name is unknown, or a field has a value that cannot work.
+    """
+    try:
+        return read(given)
+    except ValidationError as error:
+        raise SettingsError(f"{setting}: {explain(error)}") from error
+
+
 def explain(error: ValidationError) -> str:
     """Return pydantic's error as one line per problem: path, rule, value."""
     return "\n".join(_explain_one(problem) for problem in error.errors())

@@ -384,3 +384,16 @@ def test_an_iterable_data_set_is_refused():
 
     with pytest.raises(SettingsError, match="augment must be left out for an iterable data set"):
         Loader(Endless(), 1, augment=["flip"], group=LocalGroup.create(1)[0])
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ("nope", "augment: .*nope.*known: "),
+        ({"name": "crop", "padding": -1}, "augment: padding must be greater than or equal to 0, but got -1"),
+        (3, "augment: augmentation must be .*, but got 3"),
+    ],
+)
+def test_an_operation_that_cannot_be_is_an_error_of_a_loader(given, message):
+    with pytest.raises(SettingsError, match=message):
+        Loader(torch.zeros(4, 3, 8, 8), 2, augment=[given])

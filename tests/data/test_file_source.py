@@ -52,6 +52,13 @@ def test_one_file_is_data_too(tmp_path):
     assert source.fingerprint.startswith("b3-")
 
 
+def test_a_file_url_is_a_path_of_this_machine(tmp_path):
+    write_shards(tmp_path, "tar", make_images(6), num_shards=2)
+    assert FileSource(f"file://{tmp_path}").fingerprint == FileSource(tmp_path).fingerprint
+    write_index(open_place(tmp_path / "shard-01.tar"), "auto")
+    assert len(FileSource(f"file://{tmp_path}/shard-01.tar")) == 3
+
+
 def test_without_an_index_a_warning_says_what_that_means(tmp_path):
     write_shards(tmp_path, "tar", make_images(4), indexed=False)
     with pytest.warns(NoIndexWarning, match="only sizes of files identify its content; make one: paceline data index"):

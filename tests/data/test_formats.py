@@ -97,6 +97,13 @@ def test_groups_are_read_by_their_range_and_only_once(tmp_path, monkeypatch):
     assert [[tuple(place) for place in given] for given in reads] == [[last[1:]], [first[1:]]]
 
 
+@pytest.mark.filterwarnings("ignore::paceline.data.NoIndexWarning")
+def test_lines_of_spaces_are_passed_over_like_empty_ones(tmp_path):
+    (tmp_path / "a.jsonl").write_bytes(b'  \n{"x": 1}\r\n \t\r\n\n{"x": 2}\n   ')
+    assert FileSource(tmp_path).read_trees(np.arange(2)) == [{"x": 1}, {"x": 2}]
+    assert len(FileSource(tmp_path)) == 2
+
+
 def test_lines_that_others_wrote(tmp_path):
     (tmp_path / "a.jsonl").write_text('{"text": "one", "meta": {"id": 1}}\n\n{"text": "two", "list": [1.5, 2]}')
     write_index(open_place(tmp_path), "auto")

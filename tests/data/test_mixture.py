@@ -1,4 +1,5 @@
 import json
+import math
 
 import numpy as np
 import pytest
@@ -187,6 +188,8 @@ def test_a_state_of_another_mixture_is_refused(other):
         ({"weights": [1]}, r"weights must be 2 numbers \(one per source\)"),
         ({"weights": [1, -1]}, "none negative"),
         ({"weights": [0, 0]}, "not all 0"),
+        ({"weights": [math.nan, 1]}, r"finite, .* but got \[nan, 1\]"),
+        ({"weights": [1, math.inf]}, "finite"),
         ({"weights": [1, 1e-9]}, r"of 1000 samples weights \[1, 1e-09\] give \[1000, 0\]; raise cycle"),
         ({"changes": [(5, [1, 1]), (5, [1, 2])]}, "ascending positions"),
         ({"changes": [(0, [1, 1])]}, "ascending positions"),

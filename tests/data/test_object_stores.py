@@ -28,6 +28,8 @@ def test_a_path_is_a_folder_and_an_url_a_store(tmp_path, monkeypatch):
     assert isinstance(open_store("s3://bucket/data"), ObjectStorage)
     assert isinstance(open_store("memory://data"), FsspecStorage)
     assert [is_url(place) for place in (tmp_path, "a/b", "s3://b", f"file://{tmp_path}")] == [False, False, True, False]
+    with pytest.raises(SettingsError, match=r"file://a/b must name a path from the root"):
+        open_store("file://a/b")
     with pytest.raises(SettingsError, match=r"nowhere://x must be of a file system that fsspec knows"):
         open_store("nowhere://x")
     with pytest.raises(SettingsError, match=r"s3:// must name a bucket or host"):
@@ -155,6 +157,7 @@ def test_what_fsspec_reaches_is_a_storage():
         storage.read("none")
     assert storage.find("none") is None
     assert storage.find("x") is None
+    assert storage.list_files() == [storage.find("b.bin"), storage.find("x/a.bin")], "a list has the same versions"
     before = storage.find("b.bin").version
     storage.write("b.bin", b"abd")
     with pytest.raises(DataError, match="it has changed"):

@@ -116,6 +116,16 @@ def test_a_folder_that_holds_something_else_is_refused(folder, tmp_path):
         prepare(FileSource(folder), tmp_path / "out", "tar", 1000)
 
 
+def test_an_unknown_format_is_refused_before_anything_is_read_or_made(folder, tmp_path, run_here):
+    with pytest.raises(SettingsError, match=r"nonsense.*known: "):
+        prepare(FileSource(folder), tmp_path / "out", "nonsense", 1000)
+    assert not (tmp_path / "out").exists()
+    refused = run_here("data", "prepare", tmp_path / "nowhere", tmp_path / "out", "--format", "nonsense")
+    assert refused.returncode != 0
+    assert "nonsense" in refused.stderr
+    assert "nowhere" not in refused.stderr, "the format is looked at before the data"
+
+
 def test_it_goes_on_where_it_was_and_only_with_the_same_settings(folder, tmp_path):
     source, calls = FileSource(folder), []
 

@@ -86,9 +86,11 @@ def prepare(
     """
     from blake3 import blake3
 
+    from paceline.data.formats import find_format
     from paceline.data.formats.prepare import prepare as convert
     from paceline.data.formats.source import FileSource
 
+    find_format(to, ())
     source = FileSource(data, format=source_format, sequence_length=sequence_length)
     prepared = convert(
         source,

@@ -3,6 +3,7 @@
 Shapes: K sources, B samples that are asked for, C samples of a cycle.
 """
 
+import math
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any, Literal, NamedTuple
@@ -111,10 +112,11 @@ class MixtureSource(JoinedSource):
 
 def _count(weights: Sequence[float], num_sources: int, cycle: int) -> list[int]:
     """Return each source's samples in a cycle."""
-    if len(weights) != num_sources or min(weights) < 0 or sum(weights) <= 0:
+    is_usable = all(weight >= 0 and math.isfinite(weight) for weight in weights)
+    if len(weights) != num_sources or not is_usable or sum(weights) <= 0:
         raise SettingsError(
-            f"weights must be {num_sources} numbers (one per source), none negative and not all 0, but got "
-            f"{list(weights)}"
+            f"weights must be {num_sources} numbers (one per source), finite, none negative and not all 0, but got "
+            f"{list(weights)}; give other weights"
         )
     counts = apportion(cycle, weights)
     if any(weight and not count for weight, count in zip(weights, counts, strict=True)):

@@ -13,7 +13,7 @@ from paceline.data.orders import Full, SampleOrder, Sequential
 from paceline.data.pipeline import NumProcesses
 from paceline.data.stream import Stream, refuse_for_stream
 from paceline.errors import DataError, SettingsError
-from paceline.registry import check_whole
+from paceline.registry import check_whole, validate
 
 
 @dataclass(frozen=True)
@@ -162,4 +162,4 @@ def choose_order(order: SampleOrder | str | None, shuffle: bool | None) -> Sampl
             f"shuffle must be left out where an order is given, but got {shuffle} with {order}; shuffle=True is the "
             "order full, and shuffle=False is sequential"
         )
-    return SampleOrder.model_validate(order)
+    return validate(SampleOrder.model_validate, order, "order")

@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from typing import Any, Literal, get_args
 
 import torch
-from pydantic import ValidationError
 from torch import nn
 
 from paceline.comm.group import Group
@@ -15,7 +14,7 @@ from paceline.errors import GradientError, NonFiniteError, SettingsError
 from paceline.parallel.batch_norm import BatchNormScope, check_batch_norm
 from paceline.parallel.model_shard import ModelShard
 from paceline.parallel.zero_redundancy import local_optimizer
-from paceline.registry import check_whole, explain
+from paceline.registry import check_whole, validate
 from paceline.replica.landing import Landing, check_landing
 from paceline.replica.step_scalars import is_number
 from paceline.sync import EveryStep
@@ -62,10 +61,7 @@ def read_rule(sync: Rule | str) -> Rule:
     Raises:
         SettingsError: The value is neither.
     """
-    try:
-        return Rule.model_validate(sync)
-    except ValidationError as error:
-        raise SettingsError(f"sync: {explain(error)}") from error
+    return validate(Rule.model_validate, sync, "sync")
 
 
 def check_replica(

@@ -17,7 +17,7 @@ from paceline.data.base import Spec
 from paceline.data.batch import select
 from paceline.data.order import GlobalOrder, Interval, Positions
 from paceline.data.orders import Indices
-from paceline.registry import Settings
+from paceline.registry import Settings, validate
 
 
 class SampleOperation(Protocol):
@@ -135,7 +135,7 @@ def open_operation(given: Any) -> SampleOperation:
     is_settings = isinstance(given, Settings) or (isinstance(given, type) and issubclass(given, Settings))
     if callable(given) and not is_settings:
         return CalledAugmentation(given)
-    return Augmentation.model_validate(given)
+    return validate(Augmentation.model_validate, given, "augment")
 
 
 def _is_alike(samples: list[Any]) -> bool:

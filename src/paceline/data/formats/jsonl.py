@@ -19,6 +19,7 @@ _PART_BYTES = 1 << 20
 _FRAME_BYTES = 1 << 18
 """Size of the frames that are written, before packing: what is unpacked to read one sample."""
 _BASE64 = "base64"
+_IS_SPACE = np.isin(np.arange(256), list(b" \t\r\n"))
 
 
 class JsonLines(Format):
@@ -28,17 +29,18 @@ class JsonLines(Format):
     suffixes: ClassVar[tuple[str, ...]] = (".jsonl", ".ndjson")
 
     def scan(self, storage: Storage, file: FileInfo) -> Scan:
-        """Find the lines that are not empty."""
-        ends: list[int] = []
+        """Find the lines that hold more than spaces."""
+        ends, marks, num_marks = [0], [0], 0  # ends of lines, and what no space is before each
         for start in range(0, file.num_bytes, _PART_BYTES):
             part = storage.read(file.path, start, min(_PART_BYTES, file.num_bytes - start))
-            ends += (np.flatnonzero(np.frombuffer(part, dtype=np.uint8) == ord("\n")) + start + 1).tolist()
-        if not ends or ends[-1] < file.num_bytes:
-            ends.append(file.num_bytes)
-        bounds = np.array([0, *ends], dtype=np.int64)
-        sizes = np.diff(bounds)
-        is_line = sizes > 1
-        return Scan(bounds[:-1][is_line], sizes[is_line])
+            marks_here = num_marks + np.cumsum(~_IS_SPACE[(letters := np.frombuffer(part, dtype=np.uint8))])
+            newlines = np.flatnonzero(letters == ord("\n"))
+            ends += (newlines + start + 1).tolist()
+            marks += marks_here[newlines].tolist()
+            num_marks = int(marks_here[-1])
+        bounds = np.array([*ends, file.num_bytes], dtype=np.int64)
+        is_line = np.diff([*marks, num_marks]) > 0
+        return Scan(bounds[:-1][is_line], np.diff(bounds)[is_line])
 
     def decode(self, path: str, about: Mapping[str, Any], start: int, content: bytes) -> Sequence[Sample]:
         """Return the sample of a line."""

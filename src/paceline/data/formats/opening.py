@@ -9,7 +9,7 @@ from paceline.data.storage import (
     LocalStorage,
     Storage,
     StoreSettings,
-    is_url,
+    find_local,
     open_storage,
     open_store,
 )
@@ -62,12 +62,12 @@ def open_place(path: str | Path | Storage, store: StoreSettings | None = None) -
     digests: dict[str, Sequence[str]] = {}
     if isinstance(path, Storage):
         return Place(path, "", digests)
-    if is_url(path):
+    local = find_local(path)
+    if local is None:
         root, _, name = str(path).rstrip("/").rpartition("/")
         if not _names_file(root, name, store):
             root, name = str(path), ""
         return Place(open_storage(root, store, digests=digests.get), name, digests)
-    local = Path(path).expanduser()
     if local.is_file():
         return Place(LocalStorage(local.parent), local.name, digests)
     return Place(LocalStorage(local), "", digests)

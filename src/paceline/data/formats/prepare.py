@@ -77,6 +77,7 @@ def prepare(
         DataError: Samples are damaged, or the format cannot hold them.
         SettingsError: `out` holds something else.
     """
+    form = find_format(format, ())
     identity = {"data": source.fingerprint, "format": format, "shard_bytes": shard_bytes, "hook": hook_name}
     storage = _open_out(out, identity)
     parts = range(-(-len(source) // PART_SAMPLES))
@@ -86,7 +87,6 @@ def prepare(
     all_sizes = np.concatenate(sizes)
     if not len(all_sizes):
         raise DataError(f"samples must be left for {out}, but the hook has left none of {len(source)}; change it")
-    form = find_format(format, ())
     shards = plan_shards(all_sizes, shard_bytes, keeps_order=form.is_one_shard or form.is_strided)
     write = partial(_write_shard, storage, format, ends, shards)
     list(map_in_processes(write, range(len(shards)), num_processes))

@@ -6,7 +6,7 @@ from paceline.data.storage.cached import CachedStorage, read_counters
 from paceline.data.storage.disk_cache import CacheWarning, DiskCache
 from paceline.data.storage.local import LocalStorage
 from paceline.data.storage.objects import ObjectStorage
-from paceline.data.storage.opening import is_url, open_storage, open_store
+from paceline.data.storage.opening import find_local, is_url, open_storage, open_store
 from paceline.data.storage.other import FsspecStorage
 from paceline.data.storage.settings import StoreSettings
 from paceline.data.storage.shared import SharedStorage
@@ -24,6 +24,7 @@ __all__ = [
     "Storage",
     "StoreCounters",
     "StoreSettings",
+    "find_local",
     "is_url",
     "open_storage",
     "open_store",

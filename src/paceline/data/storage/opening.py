@@ -31,6 +31,22 @@ def is_url(place: str | Path) -> bool:
     return match is not None and match[1] != "file"
 
 
+def find_local(place: str | Path) -> Path | None:
+    """Return the path of a place on this machine, also of a ``file://`` one; None for an URL of elsewhere.
+
+    Raises:
+        SettingsError: The path of a ``file://`` URL does not begin at the root.
+    """
+    match = _URL.fullmatch(str(place))
+    if match is None:
+        return Path(place).expanduser()
+    if match[1] != "file":
+        return None
+    if not match[2].startswith("/"):
+        raise SettingsError(f"{place} must name a path from the root, but does not; write it like file:///folder")
+    return Path(match[2])
+
+
 def open_store(place: str | Path, settings: StoreSettings | None = None) -> Storage:
     """Return the storage at a path or URL, as it is: nothing is kept here of what is read.
 
@@ -44,12 +60,11 @@ def open_store(place: str | Path, settings: StoreSettings | None = None) -> Stor
         MissingExtraError: A package is not installed.
     """
     settings = settings or StoreSettings()
+    if (local := find_local(place)) is not None:
+        return LocalStorage(local)
     match = _URL.fullmatch(str(place))
-    if match is None:
-        return LocalStorage(Path(place).expanduser())
+    assert match is not None
     scheme, rest = match[1], match[2]
-    if scheme == "file":
-        return LocalStorage(rest)
     if not rest.strip("/") and scheme != "memory":
         raise SettingsError(f"{place} must name a bucket or host, but names none; write it like s3://bucket/folder")
     if scheme in OBJECT_SCHEMES:

@@ -2,6 +2,7 @@
 
 import posixpath
 from collections.abc import Callable, Sequence
+from datetime import datetime
 from typing import Any, TypeVar
 
 from paceline.data.storage.base import FileInfo, Storage, changed
@@ -96,7 +97,8 @@ class FsspecStorage(Storage):
 
     def _to_info(self, path: str, details: dict[str, Any]) -> FileInfo:
         marks = (details.get(name) for name in ("ETag", "etag", "md5", "mtime", "LastModified", "created"))
-        version = next((str(mark) for mark in marks if mark), "")
+        mark = next((mark for mark in marks if mark), "")
+        version = str(mark.timestamp() if isinstance(mark, datetime) else mark)  # lists tell it as a number
         return FileInfo(path.removeprefix(f"{self._root}/"), int(details["size"] or 0), version)
 
     def _ask(self, path: str, request: Callable[[], T]) -> T:
