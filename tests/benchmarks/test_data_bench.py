@@ -16,7 +16,8 @@ def test_each_case_has_its_rows(tmp_path):
     rows = DataBenchmark(cases=("resume", "stall"), folder=tmp_path, **FEW).measure()
     assert [row.metric for row in rows] == ["first batch at 9M", "data stall", "data stall"]
     assert all(row.ratio >= 0 for row in rows)
-    assert "slowest stage decode" in rows[2].case
+    assert "slowest stage decode" in rows[1].case  # which sleeps; what is slowest on a busy machine is its own affair
+    assert "slowest stage" in rows[2].case
 
 
 def test_our_side_and_a_data_loader_decode_the_same_images(tmp_path, capsys):

@@ -119,9 +119,12 @@ def test_a_run_survives_ten_kills_and_equals_the_uninterrupted_one(tmp_path, run
     chance = random.Random(0)
     killed = tmp_path / "killed"
     process = start(killed, num_steps, min_workers=3)  # so that all start again
+    num_lines = 0
     try:
         for number in range(num_kills):
             target = (number + 1) * num_steps // (num_kills + 1)
+            # Workers that have just been started again take a step first: before it they may not be there.
+            wait_until(lambda n=num_lines: len(find_lines(killed, "step_finished")) > n, process)
             wait_until(lambda target=target: newest_step(killed) >= target - chance.randrange(8), process)
             if number % 2:
                 wait_until(lambda: is_writing_checkpoint(killed), process, poll_s=0.002)
@@ -132,6 +135,7 @@ def test_a_run_survives_ten_kills_and_equals_the_uninterrupted_one(tmp_path, run
             assert kill(killed, rank), f"rank {rank} was not there to be killed"
             num_restarts = number + 1
             wait_until(lambda n=num_restarts: len(find_lines(killed, "restarted")) == n, process)
+            num_lines = len(find_lines(killed, "step_finished"))
         code, output = finish(process)
     finally:
         process.kill()
