@@ -43,7 +43,7 @@ class CartPole(Data):
 
     discount: float = Field(0.99, gt=0, lt=1)
     """Weight of the next step's reward."""
-    advantage_decay: float = Field(0.95, ge=0, le=1)
+    advantage_decay: float = Field(0.98, ge=0, le=1)
     """Weight, besides `discount`, of the next step's surprise in an advantage (lambda, Schulman et al. 2016): 0 trusts
     the critic, 1 what was played."""
     lag: int = Field(0, ge=0, le=8)

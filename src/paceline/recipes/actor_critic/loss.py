@@ -29,7 +29,7 @@ class ActorCriticLoss(Objective):
     """Largest change of an action's probability, as a fraction, that an advantage is still followed for."""
     value_factor: float = Field(1.0, ge=0)
     """Factor of the squared error of values."""
-    entropy_factor: float = Field(0.001, ge=0)
+    entropy_factor: float = Field(0.005, ge=0)
     """Factor of the policy's entropy, in nats, which keeps it exploring."""
 
     def loss(self, model: Callable[..., Any], batch: Batch) -> Loss:
