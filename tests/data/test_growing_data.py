@@ -54,7 +54,7 @@ def test_epochs_have_all_samples_of_their_time(sizes, new, grown_after, killed_a
     options = {"order": order, "grows": True, "prefetch": 0, "num_epochs": 6, **tail}
     loaders = [Loader(source, 4, group=group, **options) for group in LocalGroup.create(workers[0])]
     used, starts = [], []
-    for number in range(60):
+    for number in range(120):
         if number == grown_after:
             source.sizes += new
             starts = [loader.grow() for loader in loaders]
