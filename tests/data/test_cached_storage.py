@@ -1,8 +1,10 @@
 """Blocks in memory and on disk: what is fetched, when, and what makes room."""
 
+import gc
 import os
 import signal
 import threading
+import time
 import warnings
 
 import numpy as np
@@ -158,6 +160,37 @@ def test_blocks_are_fetched_before_anyone_asks(store, opened):
     batches.close()
 
 
+def test_small_data_is_looked_up_a_few_epochs_ahead_and_no_further(store, opened):
+    """However long the training: 2**20 positions of 80 samples would be a core's work for a minute."""
+    cached = cache(store, opened, memory=8)
+    source = StoredSamples(cached, 1, 8 * BLOCK, SAMPLE_BYTES)
+    farthest = []
+    locate = source.locate
+    source.locate = lambda samples: farthest.append(len(samples)) or locate(samples)
+    batches = iter(Loader(source, 16, num_steps=100_000, seed=3))
+    next(batches)
+    deadline_s = time.monotonic() + 30
+    while sum(farthest) < 2 * 8192 and time.monotonic() < deadline_s:
+        time.sleep(0.01)
+    time.sleep(0.5)
+    batches.close()
+    assert 2 * 8192 <= sum(farthest) < 4 * 8192
+
+
+def test_a_storage_that_nobody_closed_leaves_no_threads(store):
+    before = set(threading.enumerate())
+    shared = SharedStorage(CachedStorage(store, memory_bytes=8 * BLOCK, block_bytes=BLOCK))
+    train(shared)
+    begun = set(threading.enumerate()) - before
+    assert {thread.name.rsplit("-", 1)[0] for thread in begun} >= {"paceline-fetch", "paceline-shared"}
+    del shared
+    deadline_s = time.monotonic() + 30
+    while any(thread.is_alive() for thread in begun) and time.monotonic() < deadline_s:
+        gc.collect()  # again and again: a thread that is at work holds the storage until it is done
+        time.sleep(0.05)
+    assert [thread.name for thread in begun if thread.is_alive()] == []
+
+
 def test_loader_processes_share_the_cache_of_the_worker(store, opened, tmp_path):
     expected = train(store)[1]
     cached = cache(store, opened, memory=32, disk=disk_of(tmp_path, store, NUM_BLOCKS))
@@ -182,7 +215,7 @@ def test_errors_of_a_loader_process_are_those_of_the_store(store, opened):
 def test_a_forked_process_without_its_parent_says_so(store, opened):
     shared = SharedStorage(cache(store, opened))
     shared.close()
-    shared._thread.join()
+    shared._server.thread.join()
     pid = os.fork()
     if pid == 0:
         signal.alarm(30)

@@ -27,13 +27,20 @@ def start_thread(
         run: Function of the thread.
         arguments: Arguments of that function.
         name: Name of the thread.
-        stop: Function that makes it end soon, called in another thread, also if it has ended. It must refer to nothing
-            whose end should end the thread.
+        stop: Function that makes it end soon, called in another thread. It must refer to nothing whose end should end
+            the thread.
     """
-    thread = threading.Thread(target=run, args=arguments, name=name, daemon=True)
+    thread = threading.Thread(target=_run, args=(run, *arguments), name=name, daemon=True)
     _stops[thread] = stop
     thread.start()
     return thread
+
+
+def _run(run: Callable[..., object], *arguments: Any) -> None:
+    try:
+        run(*arguments)
+    finally:
+        _stops.pop(threading.current_thread(), None)  # whose owner often holds the thread: neither would be freed
 
 
 @atexit.register

@@ -34,6 +34,11 @@ class UpcomingSamples:
         self._order = order
         self._divide = divide
 
+    @property
+    def epoch_samples(self) -> int:
+        """Number of positions in an epoch."""
+        return self._order.num_samples
+
     def samples(self, start: int, stop: int) -> Indices:
         """Return the index of the sample at each position."""
         return self._order.samples_at(Interval(start, stop))

@@ -40,6 +40,10 @@ class Upcoming(Protocol):
     def stop(self) -> int | None:
         """Position at which the data ends; None if it does not."""
 
+    @property
+    def epoch_samples(self) -> int:
+        """Number of positions in an epoch."""
+
     def samples(self, start: int, stop: int) -> Indices:
         """Return the index of the sample at each position."""
 

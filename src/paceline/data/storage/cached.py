@@ -89,7 +89,9 @@ class CachedStorage(Storage):
         self._own: frozenset[int] = frozenset()
         self._own_end = 0
         """End of the step of which `_own` are the positions that this worker reads."""
-        self._fetchers = Fetchers(num_parallel, self._look_ahead)
+        look_ahead = weakref.WeakMethod(self._look_ahead)
+        self._fetchers = Fetchers(num_parallel, lambda: (alive := look_ahead()) is not None and alive())
+        weakref.finalize(self, self._fetchers.stop)  # who forgets to close a source leaves no threads behind
         _opened.add(self)
 
     @property

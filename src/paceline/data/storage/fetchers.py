@@ -12,7 +12,7 @@ Task = Callable[[], None]
 
 
 class Fetchers:
-    """Threads that begin with the first task, and end with the process.
+    """Threads that begin with the first task, and end with `stop` or with the process.
 
     Args:
         num_threads: Number of tasks that run at once.
@@ -47,7 +47,7 @@ class Fetchers:
 
     def close(self) -> None:
         """End the threads; tasks that nobody has begun are left."""
-        self._stop()
+        self.stop()
         for thread in self._threads:
             thread.join(timeout=5)
 
@@ -56,10 +56,11 @@ class Fetchers:
             if self._threads or self._stopped.is_set():
                 return
             for number in range(self._num_threads):
-                self._threads.append(start_thread(self._work, name=f"paceline-fetch-{number}", stop=self._stop))
-            self._threads.append(start_thread(self._look, name="paceline-look-ahead", stop=self._stop))
+                self._threads.append(start_thread(self._work, name=f"paceline-fetch-{number}", stop=self.stop))
+            self._threads.append(start_thread(self._look, name="paceline-look-ahead", stop=self.stop))
 
-    def _stop(self) -> None:
+    def stop(self) -> None:
+        """Let the threads end when they have done what they have begun."""
         self._stopped.set()
         self._woken.set()
         for _ in range(self._num_threads):
@@ -71,6 +72,7 @@ class Fetchers:
             if task is None:
                 return
             task()
+            del task  # which may hold what would end this thread
 
     def _look(self) -> None:
         while not self._stopped.is_set():

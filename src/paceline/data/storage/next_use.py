@@ -13,7 +13,9 @@ Numbers = np.ndarray[tuple[int], np.dtype[np.int64]]
 NEVER = 2**60
 """Position of a next use that is not known, or that does not come."""
 HORIZON = 2**20
-"""Number of positions ahead that are looked at; blocks used only after them count as never used."""
+"""Largest number of positions ahead that are looked at; blocks used only after them count as never used."""
+_NUM_EPOCHS = 3
+"""Number of epochs ahead that are looked at: the next use of a sample comes in less than two, from any position."""
 _CHUNK = 2**13
 _SPAN = 2**40
 
@@ -42,7 +44,8 @@ class _Chunk(NamedTuple):
 class NextUse:
     """Next use of every block (Belady 1966: what is used farthest in the future is kept least).
 
-    Memory: 24 bytes for each use within `HORIZON` positions, and 8 for each block. One thread at a time uses it.
+    Memory: 24 bytes for each use within three epochs or `HORIZON` positions, and 8 for each block. One thread at a time
+    uses it.
     """
 
     def __init__(self) -> None:
@@ -74,10 +77,9 @@ class NextUse:
         if self._upcoming is None:
             return None
         start = self.end
-        stop = min(
-            start + _CHUNK, self.position + HORIZON, NEVER if self._upcoming.stop is None else self._upcoming.stop
-        )
-        is_enough = stop <= start or (stop - start < _CHUNK and stop == self.position + HORIZON)
+        horizon = self.position + min(HORIZON, max(2 * _CHUNK, _NUM_EPOCHS * self._upcoming.epoch_samples))
+        stop = min(start + _CHUNK, horizon, NEVER if self._upcoming.stop is None else self._upcoming.stop)
+        is_enough = stop <= start or (stop - start < _CHUNK and stop == horizon)
         return None if is_enough else (start, stop)
 
     def add(self, start: int, stop: int, positions: Numbers, blocks: Numbers) -> None:

@@ -34,15 +34,9 @@ class SharedStorage(Storage):
 
     def __init__(self, storage: Storage) -> None:
         self.storage = storage
-        self._pid = os.getpid()
-        self._is_closed = False
-        self._key = secrets.token_bytes(32)
         self._connections = threading.local()
-        address = f"\0paceline-{secrets.token_hex(16)}" if sys.platform == "linux" else None
-        self._listener = Listener(address, "AF_UNIX", backlog=64, authkey=self._key)
-        self._address = self._listener.address
-        _opened.add(self)
-        self._thread = start_thread(self._serve, name="paceline-shared-storage", stop=self._stop)
+        self._server = _ForkServer(storage)
+        weakref.finalize(self, self._server.stop)  # who forgets to close a source leaves no threads behind
 
     @property
     def url(self) -> str:
@@ -79,21 +73,17 @@ class SharedStorage(Storage):
 
     def expect(self, upcoming: Upcoming, locate: Locate) -> None:
         """Take note of what will be read, by whichever process."""
-        if self._is_here:
+        if self._server.is_here:
             self.storage.expect(upcoming, locate)
 
     def close(self) -> None:
         """Close the storage, in the process that opened it."""
-        if self._is_here:
-            self._stop()
+        if self._server.is_here:
+            self._server.stop()
             self.storage.close()
 
-    @property
-    def _is_here(self) -> bool:
-        return os.getpid() == self._pid
-
     def _call(self, name: str, *arguments: Any, **named: Any) -> Any:
-        if self._is_here:
+        if self._server.is_here:
             return getattr(self.storage, name)(*arguments, **named)
         try:
             connection = self._connect()
@@ -111,9 +101,40 @@ class SharedStorage(Storage):
     def _connect(self) -> Connection[Any, Any]:
         kept = self._connections
         if getattr(kept, "pid", None) != os.getpid():
-            kept.connection, kept.pid = Client(self._address, "AF_UNIX", authkey=self._key), os.getpid()
+            kept.connection, kept.pid = self._server.connect(), os.getpid()
         connection: Connection[Any, Any] = kept.connection
         return connection
+
+
+class _ForkServer:
+    """A thread that answers forked processes, and that does not keep the storage alive."""
+
+    def __init__(self, storage: Storage) -> None:
+        self._storage = weakref.ref(storage)
+        self._pid = os.getpid()
+        self._is_closed = False
+        self._key = secrets.token_bytes(32)
+        address = f"\0paceline-{secrets.token_hex(16)}" if sys.platform == "linux" else None
+        self._listener = Listener(address, "AF_UNIX", backlog=64, authkey=self._key)
+        self._address = self._listener.address
+        _opened.add(self)
+        self.thread = start_thread(self._serve, name="paceline-shared-storage", stop=self.stop)
+
+    @property
+    def is_here(self) -> bool:
+        """Whether this is the process that opened the storage."""
+        return os.getpid() == self._pid
+
+    def connect(self) -> Connection[Any, Any]:
+        """Return a connection of a forked process."""
+        return Client(self._address, "AF_UNIX", authkey=self._key)
+
+    def stop(self) -> None:
+        """End the thread, which waits for the next connection, by one that knows no key."""
+        if self.is_here and not self._is_closed:
+            self._is_closed = True
+            with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX) as stranger:
+                stranger.connect(self._address)
 
     def let_go(self) -> None:
         """Close this process's end of the listening socket; where another has it too, it stays open there."""
@@ -130,13 +151,6 @@ class SharedStorage(Storage):
                 continue
             start_thread(self._answer, connection, name="paceline-shared-reader", stop=lambda: None)
 
-    def _stop(self) -> None:
-        """End the thread, which waits for the next connection, by one that knows no key."""
-        if not self._is_closed:
-            self._is_closed = True
-            with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX) as stranger:
-                stranger.connect(self._address)
-
     def _answer(self, connection: Connection[Any, Any]) -> None:
         with connection:
             while True:
@@ -145,24 +159,28 @@ class SharedStorage(Storage):
                 except (OSError, EOFError):
                     return
                 assert name in _SHARED
+                storage = self._storage()
+                if storage is None:
+                    return
                 answer: Any
                 try:
-                    answer = getattr(self.storage, name)(*arguments, **named)
+                    answer = getattr(storage, name)(*arguments, **named)
                 except PacelineError as error:  # raised again over there
                     answer = error
+                del storage
                 try:
                     connection.send(answer)
                 except OSError:
                     return
 
 
-_opened: weakref.WeakSet[SharedStorage] = weakref.WeakSet()
+_opened: weakref.WeakSet[_ForkServer] = weakref.WeakSet()
 
 
 def _let_go_in_child() -> None:
     # Otherwise a child could still connect, to itself, when its parent is gone, and would wait for an answer.
-    for storage in list(_opened):
-        storage.let_go()
+    for server in list(_opened):
+        server.let_go()
 
 
 os.register_at_fork(after_in_child=_let_go_in_child)
