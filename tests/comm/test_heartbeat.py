@@ -1,5 +1,7 @@
 import json
+import os
 import re
+import subprocess
 import threading
 from dataclasses import asdict
 
@@ -9,6 +11,7 @@ import torch.distributed as dist
 from paceline.comm import heartbeat
 from paceline.comm.heartbeat import Heartbeat, HeartbeatBoard
 from paceline.comm.heartbeat_record import MESSAGE
+from paceline.comm.stacks import find_host_of_processes, started_at
 
 
 @pytest.fixture
@@ -90,6 +93,73 @@ def test_a_rank_that_is_only_slow_is_not_called_dead(open_board):
     assert first.startswith("rank 2 "), first
     assert "is dead or frozen" in first
     assert "is alive" in second
+
+
+@pytest.fixture
+def start_process():
+    """Start processes of this host that only live, until they are killed."""
+    processes = []
+
+    def start():
+        processes.append(subprocess.Popen(["sleep", "600"]))
+        return processes[-1]
+
+    yield start
+    for process in processes:
+        process.kill()
+        process.wait()
+
+
+def post_as(store, rank, process):
+    """Post the heartbeat of a living process of this host, as itself would."""
+    here = {"host_key": find_host_of_processes(), "started": started_at(process.pid)}
+    one = Heartbeat("here", process.pid, begun=2, begun_name="sum", **here)
+    store.set(f"heartbeat/{rank}", json.dumps(asdict(one)))
+
+
+def leave_between_looks(board, store, rank, process):
+    """Let a rank say that it lost its peers and end, as soon as the board has read its heartbeat."""
+    read = board._read
+
+    def read_then_leave():
+        heartbeats = read()
+        if process.poll() is None:
+            words = "CommunicationError: operation 2 lost its peers"
+            store.set(f"heartbeat/{rank}", json.dumps(asdict(heartbeats[rank]) | {"last_words": words}))
+            process.kill()
+            process.wait()
+        return heartbeats
+
+    board._read = read_then_leave
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/stat"), reason="processes cannot be seen here")
+@pytest.mark.parametrize("is_judging", [False, True], ids=["after an error", "while it waits"])
+def test_a_rank_that_leaves_with_its_reason_between_two_looks_is_not_called_dead(
+    open_board, start_process, monkeypatch, is_judging
+):
+    """Or a victim that ended while it was looked at would be blamed before the one that was killed."""
+    store, victim, killed = open_board.store, start_process(), start_process()
+    mine = open_board(0, 3)
+    mine.close()  # its thread would look by itself
+    post_as(store, 1, victim)
+    post_as(store, 2, killed)
+    killed.kill()
+    killed.wait()
+    leave_between_looks(mine, store, 1, victim)
+    if is_judging:
+        monkeypatch.setattr(heartbeat, "_WATCH_AFTER_S", 0.0)
+        told = []
+        monkeypatch.setattr(mine, "end_by", lambda verdict: told.append(verdict.words))
+        mine.wait_in(2)
+        mine._judge()
+        first, second = told[0].split("; ")
+        assert re.match(r"rank 2 \(host here, pid \d+\) is dead: ", first), told
+    else:
+        first, second = mine.describe_others(2).split("; ")
+        assert re.match(r"rank 2 \(host here, pid \d+\) is dead or frozen: ", first), first
+    assert second.startswith("rank 1 "), second
+    assert "lost its peers" in second
 
 
 def test_waiting_is_told_with_its_operation(open_board):

@@ -71,7 +71,8 @@ class HangWatch:
         known = {rank: heartbeat for rank, heartbeat in heartbeats.items() if heartbeat is not None}
         gone = {rank: words for rank, one in known.items() if (words := self._find_end(one, waiting))}
         if gone:
-            return Verdict(_join(gone, known), is_gone=True)
+            causes_first = sorted(gone, key=lambda rank: known[rank].has_lost_peers)
+            return Verdict(_join({rank: gone[rank] for rank in causes_first}, known), is_gone=True)
         hung = {rank: words for rank, one in known.items() if (words := self._find_hang(rank, one))}
         for rank, words in hung.items():
             hung[rank] = words + self._ask(known[rank])

@@ -26,7 +26,7 @@ from paceline.comm.progress import PROGRESS
 from paceline.comm.stacks import find_host_of_processes, find_own_line, register_stacks, started_at
 from paceline.comm.store_watch import STORE_WATCH
 from paceline.comm.threads import start_thread
-from paceline.errors import CommunicationError, PeerTimeoutError
+from paceline.errors import PeerTimeoutError
 
 POST_INTERVAL_S = 0.25
 _NUM_RECENT = 16
@@ -144,15 +144,21 @@ class HeartbeatBoard:
         self, heartbeats: Sequence[Heartbeat | None]
     ) -> dict[int, tuple[Heartbeat | None, Heartbeat | None]]:
         """Return the heartbeats of those that have ended, if a process of this host has without saying so."""
-        here = self._mine.host_key
+        dead = {place for place, one in enumerate(heartbeats) if place != self._rank and self._is_dead(one)}
+        # Who was alive at the first look may have posted its last words and left since: what stands now is final.
+        heartbeats = (run_within(_STORE_TIMEOUT_S, self._read) if dead else None) or []
         seen: dict[int, tuple[Heartbeat | None, Heartbeat | None]] = {}
-        for name, one in zip(self._names, heartbeats, strict=True):
-            if one is None or name == self._names[self._rank]:
+        for place, (name, one) in enumerate(zip(self._names, heartbeats, strict=False)):
+            if one is None or place == self._rank:
                 continue
-            is_dead = bool(here) and one.host_key == here and started_at(one.pid) != one.started
-            if is_dead or one.last_words:  # what the others posted last may be a quarter of a second old
-                seen[name] = one, replace(one, beat=one.beat + int(not is_dead))
+            if place in dead or one.last_words:  # what the others posted last may be a quarter of a second old
+                seen[name] = one, replace(one, beat=one.beat + int(place not in dead))
         return seen if any(_stands_still(*pair) for pair in seen.values()) else {}
+
+    def _is_dead(self, one: Heartbeat | None) -> bool:
+        """Return whether the process of a heartbeat is of this host and has ended."""
+        here = self._mine.host_key
+        return bool(here) and one is not None and one.host_key == here and started_at(one.pid) != one.started
 
     def find_mismatch(self) -> str:
         """Return the first of the last operations that ranks ran differently, as a sentence; empty if there is none."""
@@ -188,9 +194,10 @@ class HeartbeatBoard:
             return
         self._watch = self._watch or HangWatch(PROGRESS.hang_timeout_s)
         with contextlib.suppress(RuntimeError):  # without a store there is nobody to judge
-            read = zip(self._names, self._read(), strict=True)
-            others = {name: one for name, one in read if name != self._names[self._rank]}
-            if verdict := self._watch.judge(others, waiting[0]):
+            verdict = self._watch.judge(self._read_others(), waiting[0])
+            if verdict and verdict.is_gone:  # the reason may have been posted between the read and the end
+                verdict = self._watch.judge(self._read_others(), waiting[0])
+            if verdict:
                 self.end_by(verdict)
 
     def _note_progress(self) -> None:
@@ -229,6 +236,11 @@ class HeartbeatBoard:
                 self._closed.set()  # the store is gone; the waiting thread reports it
                 return False
             return True
+
+    def _read_others(self) -> dict[int, Heartbeat | None]:
+        """Return the latest heartbeat of each other rank, by its number in errors."""
+        read = zip(self._names, self._read(), strict=True)
+        return {name: one for name, one in read if name != self._names[self._rank]}
 
     def _read(self) -> list[Heartbeat | None]:
         return [self._read_one(f"heartbeat/{rank}") for rank in range(len(self._names))]
@@ -294,7 +306,6 @@ def describe_ranks(heartbeats: Mapping[int, tuple[Heartbeat | None, Heartbeat | 
 
 
 _TIMED_OUT = PeerTimeoutError.__name__
-_LOST_PEERS = (CommunicationError.__name__, _TIMED_OUT)
 _UNSUSPECTED = 3
 """Urgency of a rank that is not the cause."""
 
@@ -310,7 +321,7 @@ def _describe(before: Heartbeat | None, after: Heartbeat | None, sequence: int) 
         return 0, "has posted no heartbeat yet"
     place = f"(host {after.host}, pid {after.pid})"
     where = after.describe_begun()
-    if after.last_words.startswith(_LOST_PEERS):
+    if after.has_lost_peers:
         return _UNSUSPECTED, f"{place} lost its peers too, in {where}"
     if after.last_words:
         return 1, f"{place} stopped after it had begun {where}: {after.last_words}"

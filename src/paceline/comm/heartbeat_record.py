@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass, field
 
+from paceline.errors import CommunicationError, PeerTimeoutError
+
 
 @dataclass
 class Heartbeat:
@@ -48,6 +50,11 @@ class Heartbeat:
     def has_failed(self) -> bool:
         """Whether the rank has ended, and not because it had finished."""
         return self.last_words not in ("", FINISHED)
+
+    @property
+    def has_lost_peers(self) -> bool:
+        """Whether the rank has ended because others did: it is not the cause."""
+        return self.last_words.startswith((CommunicationError.__name__, PeerTimeoutError.__name__))
 
     def describe_begun(self) -> str:
         """Return the operation that it has begun last, in words."""
