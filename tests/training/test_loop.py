@@ -182,7 +182,7 @@ def test_nothing_is_saved_of_replicas_that_differ(tmp_path, monkeypatch, where):
         if training.replica.group.rank == 1 and step == 7:
             parameter = training.replica.module[0].weight
             tensor = parameter if where == "parameter" else training.replica.optimizer.state[parameter]["exp_avg"]
-            tensor.detach().view(-1).view(torch.int32)[5] ^= 1
+            tensor.detach().view(-1).view(torch.int32)[5] ^= 1 << 16  # the next sum would round the last bit away
         return learn(training, batch, step)
 
     learn = loop.train_step
