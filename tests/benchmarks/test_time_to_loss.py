@@ -9,7 +9,7 @@ from paceline.benchmarks.time_to_loss import train_sides, train_start
 from paceline.comm import LocalGroup
 from paceline.errors import SettingsError
 from paceline.sync import EveryStep, LocalSGD, StreamingDiLoCo
-from paceline.testing import run_processes
+from paceline.testing import check_exits, run_processes
 
 TINY = LanguageTask(
     width=16, num_layers=1, num_heads=2, sequence_length=8, max_bytes=300_000, held_out_samples=4, schedule="constant"
@@ -148,7 +148,7 @@ def test_to_go_on_from_a_start_is_to_have_done_its_steps(tmp_path):
         ("train_sides", {"task": task, "plans": plans, "num_compute_steps": 2}),
     ]:
         results = run_processes(2, f"paceline.benchmarks.time_to_loss:{function}", arguments, timeout_s=55)
-        assert [result.exit_code for result in results] == [0, 0], results[0].output
+        check_exits(results)
     straight, gone_on = results[0].value
     assert gone_on["curve"][0][1] == straight["curve"][0][1]
 
@@ -217,7 +217,7 @@ def test_torchs_post_local_sgd_averages_as_local_sgd_does():
     # As hosts start it: one import for all workers.
     arguments = {"task": TINY.model_dump(mode="json"), "plans": plans, "num_compute_steps": 2}
     results = run_processes(2, "paceline.benchmarks.time_to_loss:train_sides", arguments, timeout_s=55)
-    assert [result.exit_code for result in results] == [0, 0], results[0].output
+    check_exits(results)
     torchs, ours, ddp, unjudged, coded = results[0].value
     assert [step for step, _ in ours["curve"]] == [3, 6]
     assert ours["curve"][1][1] == pytest.approx(torchs["curve"][1][1], rel=1e-5)

@@ -14,7 +14,7 @@ from paceline.data import Batch, Interval, Loader
 from paceline.memory import find_recomputable, recompute
 from paceline.parallel.parallelize import parallelize
 from paceline.replica import Loss, Replica
-from paceline.testing.processes import run_processes
+from paceline.testing.processes import check_exits, run_processes
 from paceline.topology.layout import Layout
 from paceline.training.compiling import compile_blocks
 
@@ -88,14 +88,14 @@ def count_batches() -> list[int]:
 def test_a_borrowed_sample_counts_for_nothing_in_layouts() -> None:
     """In a pipeline 8 samples are 4 micro-batches for the layer of each stage; sharded, one rank has none."""
     results = run_processes(2, count_batches, timeout_s=100)
-    assert [result.exit_code for result in results] == [0, 0], [result.output for result in results]
+    check_exits(results)
     assert [result.value for result in results] == [[4, 2, 2], [4, 0, 0]]
 
 
 @pytest.mark.timeout(120)
 def test_ranks_equal_one_process() -> None:
     results = run_processes(2, compare, {"cases": CASES}, timeout_s=100)
-    assert [result.exit_code for result in results] == [0, 0], [result.output for result in results]
+    check_exits(results)
     for result in results:
         for case, (loss, buffer) in zip(CASES, result.value, strict=True):
             assert loss < 1e-10, case

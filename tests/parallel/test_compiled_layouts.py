@@ -10,7 +10,7 @@ from test_layouts import LOSS_TOLERANCE, NUM_TOKENS, PARAMETER_TOLERANCE, train
 from paceline.comm import join
 from paceline.data.base import Spec
 from paceline.recipes.transformer_lm import TransformerLM
-from paceline.testing.processes import run_processes
+from paceline.testing.processes import check_exits, run_processes
 from paceline.training.compiling import compile_blocks
 
 LAYOUTS: list[dict[str, Any]] = [
@@ -60,7 +60,7 @@ def compare_compiled(layouts: list[dict[str, Any]]) -> list[list[float]]:
 @pytest.mark.timeout(120)
 def test_compiled_blocks_learn_the_same_in_every_layout() -> None:
     results = run_processes(2, compare_compiled, {"layouts": LAYOUTS}, timeout_s=100)
-    assert [result.exit_code for result in results] == [0, 0], [result.output for result in results]
+    check_exits(results)
     for result in results:
         for layout, (loss, parameter) in zip(LAYOUTS, result.value, strict=True):
             assert loss < LOSS_TOLERANCE, layout

@@ -23,7 +23,7 @@ from paceline.parallel.tensor_derivation import find_plan
 from paceline.parallel.tensor_styles import STYLES, is_linear
 from paceline.replica.replica import Replica
 from paceline.replica.state import capture, restore
-from paceline.testing.processes import run_processes
+from paceline.testing.processes import check_exits, run_processes
 from paceline.topology.layout import Layout
 
 NUM_STEPS = 10
@@ -94,7 +94,7 @@ def compare(folder: str) -> dict[str, Any]:
 def test_foreign_models_train_as_in_one_process_without_a_plan(tmp_path: Path) -> None:
     results = run_processes(2, compare, {"folder": str(tmp_path)}, timeout_s=120)
 
-    assert [result.exit_code for result in results] == [0, 0], results[0].output
+    check_exits(results)
     assert results[0].value.keys() == {*MODELS, "loaded"}
     for name, (difference, progress) in results[0].value.items():
         assert difference < TOLERANCE, name
@@ -275,7 +275,7 @@ def refuse() -> dict[str, str]:
 def test_plans_that_compute_something_else_are_refused_by_name() -> None:
     results = run_processes(2, refuse, timeout_s=100)
 
-    assert [result.exit_code for result in results] == [0, 0], results[0].output
+    check_exits(results)
     said = results[0].value
     assert said == results[1].value
     assert "layers.0.attention.project (Linear) returns values that differ by" in said["joined"]
@@ -298,7 +298,7 @@ def test_plans_that_compute_something_else_are_refused_by_name() -> None:
 def test_mutants_of_plans_are_refused_or_exact() -> None:
     results = run_processes(2, run_mutants, {"names": ["gpt2", "fused"], "numbers": list(range(6))}, timeout_s=100)
 
-    assert [result.exit_code for result in results] == [0, 0], results[0].output
+    check_exits(results)
     said = [what for _, _, what in results[0].value]
     assert all(what.startswith(("refused", "exact", "the same")) for what in said), said
     assert sum(what.startswith("refused: a split model must compute") for what in said) > 5

@@ -14,7 +14,7 @@ from paceline.parallel.fully_sharded import list_blocks, reshard, set_gradient_s
 from paceline.parallel.local import is_partial, local, local_slice, wrap
 from paceline.parallel.mesh import Mesh
 from paceline.parallel.zero_redundancy import local_optimizer, shard_optimizer
-from paceline.testing.processes import run_processes
+from paceline.testing.processes import check_exits, run_processes
 from paceline.topology.layout import Layout
 
 # In float64, where sums in another order differ by some 1e-16 of their terms.
@@ -335,4 +335,4 @@ def check_on_four_ranks() -> None:
 def test_sharded_training_on_four_ranks() -> None:
     results = run_processes(4, check_on_four_ranks, timeout_s=55)
 
-    assert [result.exit_code for result in results] == [0] * 4, results[0].output
+    check_exits(results)

@@ -19,7 +19,7 @@ from paceline.recipes.transformer_lm import TransformerLM
 from paceline.replica.named_tensors import model_tensors
 from paceline.replica.replica import Replica
 from paceline.replica.state import capture
-from paceline.testing.processes import run_processes
+from paceline.testing.processes import check_exits, run_processes
 from paceline.topology.layout import Layout
 from paceline.training.objective import NextToken
 
@@ -162,7 +162,7 @@ CASES = [
 def test_every_layout_trains_as_one_process(num_ranks: int, layouts: list[list[dict[str, Any]]]) -> None:
     results = run_processes(num_ranks, compare, {"layouts": layouts}, timeout_s=120)
 
-    assert [result.exit_code for result in results] == [0] * num_ranks, results[0].output
+    check_exits(results)
     for layout, (loss, parameter) in zip(chain.from_iterable(layouts), results[0].value, strict=True):
         assert loss < LOSS_TOLERANCE, (layout, loss)
         assert parameter < PARAMETER_TOLERANCE, (layout, parameter)

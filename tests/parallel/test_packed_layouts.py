@@ -17,7 +17,7 @@ from paceline.parallel.parallelize import parallelize
 from paceline.recipes.transformer_lm import TransformerLM
 from paceline.replica.replica import Replica
 from paceline.replica.state import capture
-from paceline.testing.processes import run_processes
+from paceline.testing.processes import check_exits, run_processes
 from paceline.topology.layout import Layout
 from paceline.training.objective import NextToken
 
@@ -74,7 +74,7 @@ def compare(layouts: list[dict[str, int]]) -> list[list[float]]:
 )
 def test_packed_rows_train_as_on_one_process(num_ranks: int, layouts: list[dict[str, int]]) -> None:
     results = run_processes(num_ranks, compare, {"layouts": layouts}, timeout_s=120)
-    assert [result.exit_code for result in results] == [0] * num_ranks, results[0].output
+    check_exits(results)
     for layout, (loss, parameter) in zip(layouts, results[0].value, strict=True):
         assert loss < LOSS_TOLERANCE, layout
         assert parameter < PARAMETER_TOLERANCE, layout

@@ -15,7 +15,7 @@ from paceline.parallel.local import local
 from paceline.parallel.mesh import Mesh
 from paceline.parallel.reduce_scatter import CodedReduceScatter
 from paceline.registry import list_variants
-from paceline.testing.processes import run_processes
+from paceline.testing.processes import check_exits, run_processes
 from paceline.topology.layout import Layout
 
 NUM_STEPS = 3
@@ -220,7 +220,7 @@ def check_on_three_ranks() -> None:
 def test_codecs_inside_the_sharded_axis() -> None:
     results = run_processes(3, check_on_three_ranks, timeout_s=55)
 
-    assert [result.exit_code for result in results] == [0] * 3, "\n".join(result.output[-3000:] for result in results)
+    check_exits(results)
 
 
 def test_momentum_in_the_codec_is_refused() -> None:

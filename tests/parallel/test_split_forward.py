@@ -12,7 +12,7 @@ from paceline.errors import SettingsError
 from paceline.parallel.context import split_batch
 from paceline.parallel.parallelize import find_shard, parallelize
 from paceline.parallel.trial import restored
-from paceline.testing.processes import run_processes
+from paceline.testing.processes import check_exits, run_processes
 from paceline.topology.layout import Layout
 
 WIDTH = 12
@@ -232,7 +232,7 @@ def on_two() -> Any:
 @pytest.fixture(scope="module")
 def said() -> dict[str, str]:
     results = run_processes(2, on_two)
-    assert [result.exit_code for result in results] == [0, 0], [result.output for result in results]
+    check_exits(results)
     said: dict[str, str] = results[0].value
     return said
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from paceline.comm import join
 from paceline.parallel.parallelize import find_shard, parallelize
 from paceline.parallel.trial import restored
-from paceline.testing.processes import run_processes
+from paceline.testing.processes import check_exits, run_processes
 from paceline.topology.layout import Layout
 
 WIDTH = 8
@@ -108,6 +108,6 @@ def split_counting() -> dict[str, Any]:
 
 def test_layouts_leave_counters_as_they_were_and_compare_from_the_same_ones() -> None:
     results = run_processes(2, split_counting)
-    assert [result.exit_code for result in results] == [0, 0], [result.output for result in results]
+    check_exits(results)
     for result in results:
         assert result.value == {axis: [0, [], {}, 0.0] for axis in ("tensor", "pipeline")}

@@ -16,7 +16,7 @@ from paceline.parallel.parallelize import parallelize
 from paceline.recipes.bert import Bert
 from paceline.replica.replica import Replica
 from paceline.replica.state import capture
-from paceline.testing.processes import run_processes
+from paceline.testing.processes import check_exits, run_processes
 from paceline.topology.layout import Layout
 from paceline.training.objective import MaskedLM
 
@@ -87,7 +87,7 @@ def compare(layouts: list[dict[str, int]]) -> list[list[float]]:
 @pytest.mark.timeout(120)
 def test_every_layout_trains_as_one_process() -> None:
     results = run_processes(4, compare, {"layouts": LAYOUTS}, timeout_s=110)
-    assert [result.exit_code for result in results] == [0] * 4, results[0].output
+    check_exits(results)
     for layout, (number, parameter) in zip(LAYOUTS, results[0].value, strict=True):
         # Sums of float32 in another order; AdamW's first steps divide by gradients near 0.
         assert number < 2e-5, layout

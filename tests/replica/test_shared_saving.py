@@ -16,7 +16,7 @@ from paceline.parallel.local import local
 from paceline.replica import hashing, shared_saving
 from paceline.replica.gathering import Slice
 from paceline.replica.state import capture
-from paceline.testing.processes import run_processes
+from paceline.testing.processes import check_exits, run_processes
 from paceline.topology.layout import Layout
 
 WIDTH = 64
@@ -134,7 +134,7 @@ def fail_on_one(folder: str) -> str:
 
 def test_a_failure_of_one_is_an_error_of_all_and_leaves_the_checkpoint_before(tmp_path: Path) -> None:
     results = run_processes(2, fail_on_one, {"folder": str(tmp_path)})
-    assert [result.exit_code for result in results] == [0, 0], results[0].output + results[1].output
+    check_exits(results)
     assert results[0].value == results[1].value
 
 

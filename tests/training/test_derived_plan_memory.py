@@ -6,7 +6,7 @@ from test_layout_rehearsal import CASES, measure
 from test_memory_estimate import CPU, TEXT, make_run
 from torch import nn
 
-from paceline.testing.processes import run_processes
+from paceline.testing.processes import check_exits, run_processes
 from paceline.topology.layout import Layout
 from paceline.training import Run, layout_rehearsal
 from paceline.training.memory_fit import estimate
@@ -62,7 +62,7 @@ def measure_own(tensor: int) -> dict[str, object]:
 @pytest.mark.parametrize("tensor", [2, 4])
 def test_a_rank_needs_what_was_estimated_by_the_plan_that_is_found(tensor: int) -> None:
     results = run_processes(tensor, measure_own, {"tensor": tensor})
-    assert [result.exit_code for result in results] == [0] * tensor, [result.output for result in results]
+    check_exits(results)
     random = torch.get_rng_state()
     estimated, measured = estimate(make_own(tensor), TEXT, tensor, CPU), results[0].value
     assert torch.equal(torch.get_rng_state(), random)

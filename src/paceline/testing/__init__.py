@@ -5,7 +5,7 @@ from paceline.testing.codec_contract import CODEC_CHECKS, check_codec
 from paceline.testing.faults import Fault
 from paceline.testing.group_contract import GROUP_CHECKS, check_group, check_words_of_failure
 from paceline.testing.netlab import LinkCounters, Netlab, netlab_missing
-from paceline.testing.processes import RankResult, open_store, run_processes
+from paceline.testing.processes import RankResult, check_exits, open_store, run_processes
 
 __all__ = [
     "CODEC_CHECKS",
@@ -15,6 +15,7 @@ __all__ = [
     "Netlab",
     "RankResult",
     "check_codec",
+    "check_exits",
     "check_group",
     "check_words_of_failure",
     "faults",

@@ -7,6 +7,7 @@ SIGKILL, starter and ranks die with it.
 """
 
 import ctypes
+import faulthandler
 import importlib
 import importlib.util
 import inspect
@@ -53,6 +54,16 @@ class RankResult:
     running at the end."""
     output: str
     """Output to stdout and stderr, with the traceback of an error."""
+
+
+def check_exits(results: Sequence[RankResult]) -> None:
+    """Check that the function returned on every rank.
+
+    Raises:
+        AssertionError: It did not; the message has the exit codes, and the end of what the other ranks said.
+    """
+    said = "".join(f"\n--- rank {each.rank}:\n{each.output[-4000:]}" for each in results if each.exit_code != 0)
+    assert not said, f"exit codes are {[each.exit_code for each in results]}{said}"
 
 
 def open_store() -> dist.TCPStore:
@@ -251,6 +262,7 @@ def _fork(
     output = os.open(folder / f"{rank}.output", os.O_WRONLY | os.O_CREAT)
     os.dup2(output, 1)
     os.dup2(output, 2)
+    faulthandler.enable()  # a rank that native code ends says where
     namespace = namespaces[rank]
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(namespaces[:rank].count(namespace))}
     code = 1
