@@ -192,6 +192,7 @@ def test_the_slowest_worker_counts():
     assert _slowest(results) == [{"a": [3.0, 5.0], "b": [2.0, 3.0]}]
 
 
+@pytest.mark.slow
 def test_shared_memory_is_timed_beside_gloo():
     rows = CollectivesBenchmark(sizes=("4KiB", "256KiB"), local_workers=(2,), num_pairs=2).measure()
     assert [(row.case, row.reference_name) for row in rows] == [
@@ -222,6 +223,7 @@ def test_programs_are_timed_beside_their_bound():
     assert rows[0].ratio_lower > 0.85, "nobody is faster than the wire, but for what its bucket holds"
 
 
+@pytest.mark.slow
 @needs_netlab
 def test_programs_are_not_lowered_to_the_native_collective():
     """All data pass the naive program's root, twice what gloo's ring takes to each host."""

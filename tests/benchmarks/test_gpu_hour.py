@@ -21,6 +21,7 @@ def tool():
     del sys.modules["gpu_hour"]
 
 
+@pytest.mark.slow
 def test_the_plan_is_ready(tool):
     assert tool.rehearse(tool.PLAN) == []
 

@@ -281,6 +281,7 @@ def test_what_cannot_be_is_refused(line, words, tmp_path, launched):
     assert launched == []
 
 
+@pytest.mark.slow
 def test_real_workers_are_compared(tmp_path, run_here):
     line = make_line(tmp_path / "runs", ["--json", tmp_path / "rows.json"])
     done = run_here(*line)

@@ -172,6 +172,7 @@ def be_a_worker_of_torchrun(directory, arguments):
     return [int(exit_.value.code or 0), said.getvalue()]
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(120)
 def test_under_torchrun_too(here):
     for num_steps, num_starts, said in [

@@ -27,6 +27,7 @@ def test_a_worker_that_was_forked_from_a_user_of_cuda_says_so(monkeypatch):
         paceline.join()
 
 
+@pytest.mark.slow
 def test_what_is_imported_before_workers_are_forked_leaves_cuda_alone():
     ours = [name for name in _PRELOADED if name.startswith("paceline")]
     ended = subprocess.run(

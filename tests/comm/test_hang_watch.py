@@ -126,7 +126,7 @@ SAID = {
 }
 
 
-@pytest.mark.parametrize("transport", ["network", "shared_memory"])
+@pytest.mark.parametrize("transport", ["network", pytest.param("shared_memory", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("how", HANG)
 def test_a_process_that_hangs_is_named_with_its_phase_and_line_long_before_time_is_out(transport, how):
     results = run_processes(3, hang, {"transport": transport, "how": how}, wait_for=[0, 2], timeout_s=40)

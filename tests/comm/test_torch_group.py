@@ -307,6 +307,7 @@ def lose_the_store():
     return None
 
 
+@pytest.mark.slow
 def test_a_frozen_store_keeps_nobody_waiting():
     store = open_store()
     port = store.port

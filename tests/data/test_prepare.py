@@ -163,6 +163,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 def test_a_kill_leaves_nothing_torn_and_no_process(folder, tmp_path):
     (tmp_path / "out.seen").mkdir()
     (tmp_path / "script.py").write_text(SCRIPT)

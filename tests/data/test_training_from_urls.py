@@ -31,6 +31,7 @@ def server(tmp_path, monkeypatch):
         yield server
 
 
+@pytest.mark.slow
 def test_a_run_trains_from_a_store_as_from_its_copy_here(server, tmp_path, run_here):
     def list_arguments(name, place):
         run = ("train", "resnet", "--workers", 1, "--out", tmp_path / name, "--data", "files", "--data.path", place)

@@ -226,6 +226,7 @@ def list_subcommands(group: Any) -> list[str]:
     return ["", *(f" {one.name or one.callback.__name__}" for one in group.typer_instance.registered_commands)]
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(180)
 def test_the_loop_over_a_layout_runs_as_it_stands(reader):
     assert ("torchrun", "--nproc-per-node", "2", "layout_loop.py") in COMMANDS

@@ -16,7 +16,7 @@ from paceline.errors import GradientError, NonFiniteError, SettingsError
 from paceline.programs.summation_tree import SummationTree
 from paceline.replica.step_buffers import StepBuffers
 from paceline.sync import EveryStep
-from paceline.testing import run_processes
+from paceline.testing import check_exits, run_processes
 
 NUM_VIRTUAL = 12
 NUM_STEPS = 6
@@ -171,7 +171,7 @@ def train_kinds(kinds, directory=None, until=NUM_STEPS, num_virtual_workers=NUM_
 def run(num_workers, kinds, **options):
     """Return what all workers have in common after they trained."""
     results = run_processes(num_workers, train_kinds, {"kinds": kinds, **options})
-    assert [result.exit_code for result in results] == [0] * num_workers, results[0].output
+    check_exits(results)
     for result in results:
         assert result.value == results[0].value
     return results[0].value
@@ -186,7 +186,7 @@ def alone():
     return run(1, KINDS)
 
 
-@pytest.mark.parametrize("num_workers", [2, 3, 4, 5])
+@pytest.mark.parametrize("num_workers", [2, 3, *(pytest.param(num, marks=pytest.mark.slow) for num in (4, 5))])
 def test_any_number_of_workers_trains_the_same_bits(num_workers, alone):
     assert run(num_workers, KINDS) == alone
 

@@ -57,6 +57,7 @@ def train_ddp(batch_size, path, *, is_before=False):
             module.main(**settings)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(120)
 def test_the_ported_ddp_script_learns_what_the_original_does(tmp_path):
     settings = {"before": {"batch_size": 16, "is_before": True}, "after": {"batch_size": 32}}

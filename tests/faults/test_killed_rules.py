@@ -46,26 +46,23 @@ def test_a_killed_worker_changes_no_bit(tmp_path, run_here, wait_for_step):
     assert tensors_of(killed, 30) == tensors
 
 
-def _slowly(*values):
-    return pytest.param(*values, marks=pytest.mark.slow, id=values[0])
-
-
+@pytest.mark.slow
 @pytest.mark.timeout(200)
 @pytest.mark.parametrize(
     ("sync", "settings"),
     [
-        pytest.param("scaffold", {"sync.period": 4}, id="scaffold"),
-        _slowly("dpsgd", {}),
-        _slowly("streaming_diloco", {"sync.period": 6, "sync.num_fragments": 3}),
-        _slowly("hierarchical_local_sgd", {"sync.period": 4, "sync.host_size": 2}),
-        _slowly("adaptive_local_sgd", {"sync.period": 4}),
-        _slowly("easgd", {"sync.period": 4}),
-        _slowly("choco_sgd", {"sync.codec": "top_k", "sync.codec.dense_below": 0}),
-        _slowly("push_sum", {}),
-        _slowly("adaptive_mixing", {"sync.interval": 5}),
-        _slowly("local_sgd", {"sync.period": 4}),
-        _slowly("diloco", {"sync.period": 4}),
-        _slowly("post_local_sgd", {"sync.period": 4, "sync.synchronous_steps": 8}),
+        ("scaffold", {"sync.period": 4}),
+        ("dpsgd", {}),
+        ("streaming_diloco", {"sync.period": 6, "sync.num_fragments": 3}),
+        ("hierarchical_local_sgd", {"sync.period": 4, "sync.host_size": 2}),
+        ("adaptive_local_sgd", {"sync.period": 4}),
+        ("easgd", {"sync.period": 4}),
+        ("choco_sgd", {"sync.codec": "top_k", "sync.codec.dense_below": 0}),
+        ("push_sum", {}),
+        ("adaptive_mixing", {"sync.interval": 5}),
+        ("local_sgd", {"sync.period": 4}),
+        ("diloco", {"sync.period": 4}),
+        ("post_local_sgd", {"sync.period": 4, "sync.synchronous_steps": 8}),
     ],
 )
 def test_others_go_on_without_a_killed_worker(tmp_path, sync, settings, wait_for_step):
@@ -143,8 +140,9 @@ def test_at_their_own_pace_a_killed_worker_loses_no_sample(tmp_path, wait_for_st
     assert sum(measured.event.counts) == 120
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(200)
-@pytest.mark.parametrize("sync", [pytest.param("dpsgd", marks=pytest.mark.slow), "ssp"])
+@pytest.mark.parametrize("sync", ["dpsgd", "ssp"])
 def test_a_signal_to_one_worker_stops_all_and_loses_no_sample(tmp_path, sync, wait_for_step):
     stopped = tmp_path / "stopped"
     process = start(stopped, 10_000, sync=sync, checkpoint_interval=0)

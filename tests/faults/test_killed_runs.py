@@ -168,6 +168,7 @@ def test_where_the_first_worker_is_killed_the_others_go_on_and_a_new_one_joins(t
     assert steps == list(range(1, preempted.step + 1)), "no step is done twice, and none is left out"
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(120)
 def test_workers_join_and_leave_a_run_as_a_person_asks(tmp_path, run_here, wait_for_step):
     scaled = tmp_path / "scaled"
@@ -193,6 +194,7 @@ def test_workers_join_and_leave_a_run_as_a_person_asks(tmp_path, run_here, wait_
     assert "must be a run that trains now" in late.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(200)
 def test_a_killed_launcher_takes_its_workers_along_and_resume_goes_on(tmp_path, run_here, wait_for_step):
     killed = tmp_path / "killed"
@@ -261,6 +263,7 @@ def test_a_signal_saves_and_exits_with_75(tmp_path, stop, name, wait_for_step):
     assert not find_workers(stopped)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(120)
 def test_a_signal_to_one_worker_stops_all_in_the_same_step(tmp_path, wait_for_step):
     stopped = tmp_path / "stopped"

@@ -175,13 +175,14 @@ def kill_while_workers_change(lab):
     return first
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     "kill_launcher",
     [
         kill_while_training,
-        pytest.param(kill_while_starting, marks=pytest.mark.slow),
-        pytest.param(kill_while_workers_change, marks=pytest.mark.slow),
+        kill_while_starting,
+        kill_while_workers_change,
     ],
 )
 def test_another_launcher_takes_over_and_replaces_a_killed_worker_to_the_same_bits(
@@ -210,6 +211,7 @@ def test_another_launcher_takes_over_and_replaces_a_killed_worker_to_the_same_bi
     assert left == {"membership.jsonl"}
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(200)
 def test_workers_train_on_without_a_launcher_are_scaled_by_the_next_and_stop_as_it_is_asked(lab, run_here):
     lab.open_gate(30)

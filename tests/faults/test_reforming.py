@@ -269,7 +269,7 @@ def test_other_settings_too(tmp_path, changes):
         assert torch.equal(tensor, expected[name]), name
 
 
-@pytest.mark.parametrize("num_data", [1, 2])
+@pytest.mark.parametrize("num_data", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_copies_in_the_memory_of_peers_go_on(tmp_path, num_data):
     memory = tmp_path / "memory"
     memory.mkdir()

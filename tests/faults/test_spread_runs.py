@@ -42,6 +42,7 @@ def list_names(directory):
     return [record.event.names for record in select(read_log(directory / "events.jsonl"), WorkersChanged)]
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(150)
 def test_with_a_notice_a_worker_that_gets_sigterm_leaves_alone(tmp_path, wait_for_step):
     left = tmp_path / "left"

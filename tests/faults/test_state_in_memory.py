@@ -13,6 +13,7 @@ from paceline.monitor.reader import read_log, select
 LAYOUT = {"layout.sharded": 3, "checkpoint_interval": 0, "hash_interval": 0}
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(200)
 def test_a_lost_part_is_restored_from_parity_and_training_goes_on_bit_for_bit(tmp_path, run_here):
     straight = run_straight(run_here, tmp_path / "straight", 40, **LAYOUT)

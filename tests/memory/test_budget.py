@@ -64,6 +64,7 @@ def build(choices):
 STEP = StepDescription(build, compute_loss, torch.device("cpu"))
 
 
+@pytest.mark.slow
 def test_a_budget_is_kept_and_as_little_as_can_be_recomputed():
     names = list(find_recomputable(build({})[0]))
     whole = rehearse(STEP).peak_activation_bytes

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 import paceline
 from paceline.monitor.events import Preempted, RunFinished, RunStarted, StepFinished
 from paceline.monitor.reader import read_log, select
-from paceline.testing import run_processes
+from paceline.testing import check_exits, run_processes
 
 
 def train_points(weights):
@@ -42,7 +42,7 @@ def train_points(weights):
 def test_processes_equal_one_process(num_ranks, weights):
     losses, parameters = train_points(None)
     results = run_processes(num_ranks, train_points, {"weights": weights})
-    assert [result.exit_code for result in results] == [0] * num_ranks, results[0].output
+    check_exits(results)
     for result in results:
         assert result.value[0] == pytest.approx(losses, abs=1e-12)
         assert result.value[1] == pytest.approx(parameters, abs=1e-12)
@@ -115,6 +115,7 @@ def test_torchrun_restarts_go_on_with_the_run_they_had_begun(tmp_path, wait_for_
     assert positions == {step: 4 * step for step in range(1, 121)}
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(150)
 def test_a_preempted_torchrun_says_so_in_the_log(tmp_path, wait_for_step):
     run = tmp_path / "run"

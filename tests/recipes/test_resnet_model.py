@@ -166,6 +166,7 @@ def test_settings_that_cannot_work_are_refused(settings: dict[str, object]) -> N
         ResNet.model_validate(settings)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(120)
 def test_several_threads_train_without_harm() -> None:
     """In a process of its own: what this test is for ends the process when it goes wrong."""

@@ -64,6 +64,7 @@ def test_what_does_not_end_in_time_is_ended_and_the_next_start_works(tmp_path, m
         time.sleep(0.05)
 
 
+@pytest.mark.slow
 def test_nothing_outlives_a_killed_owner(tmp_path):
     file = tmp_path / "pids"
     owner = subprocess.Popen([sys.executable, "-c", OWNER, __file__, str(file)])
@@ -84,6 +85,7 @@ def list_blocked_signals():
     return sorted(signal.pthread_sigmask(signal.SIG_BLOCK, []))
 
 
+@pytest.mark.slow
 def test_ranks_hear_signals_though_a_launcher_has_started_the_fork_server():
     multiprocessing.forkserver._forkserver._stop()
     prepare_to_fork()

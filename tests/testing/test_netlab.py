@@ -151,6 +151,7 @@ def wait_until(condition, what):
         time.sleep(0.02)
 
 
+@pytest.mark.slow
 @needs_netlab
 @pytest.mark.timeout(120)
 def test_nothing_is_left_of_it_when_its_owner_is_killed(tmp_path):

@@ -88,6 +88,7 @@ def measure(cases: list[str]) -> dict[str, dict[str, Any]]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(180)
 def test_the_rank_that_needs_the_most_needs_what_was_estimated() -> None:
     results = run_processes(4, measure, {"cases": list(CASES)})

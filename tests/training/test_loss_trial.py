@@ -200,6 +200,7 @@ def run():
 """
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(120)
 def test_a_run_refuses_a_loss_of_parts_and_evaluates_the_held_out_loss_of_whole_sequences(
     run_here: Any, tmp_path: Path
