@@ -33,7 +33,7 @@ def running_forward() -> Iterator[None]:
 
 def is_in_forward() -> bool:
     """Return whether a split model runs, forward or again for backward, or is compiled."""
-    if _running or torch.compiler.is_compiling() or torch._C._current_graph_task_id() != -1:
+    if torch.compiler.is_compiling() or _running or torch._C._current_graph_task_id() != -1:
         return True
     frame = sys._getframe(1)
     while frame is not None:
