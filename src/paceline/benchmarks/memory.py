@@ -42,6 +42,8 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "sharded 2, data 2, 4 micro-batches": {"layout": {"sharded": 2}, "num_micro_batches": 4},
     "tensor 2, data 2": {"layout": {"tensor": 2}},
     "tensor 4": {"layout": {"tensor": 4}},
+    "expert 4": {"layout": {"expert": 4}, "model": {"num_experts": 8}},
+    "expert 2, data 2": {"layout": {"expert": 2}, "model": {"num_experts": 8}},
     "context 2, data 2": {"layout": {"context": 2}},
     "pipeline 4, 1f1b": {"layout": {"pipeline": 4}, "pipeline": {"order": "1f1b"}},
     "pipeline 2, interleaved, data 2": {"layout": {"pipeline": 2}, "pipeline": {"order": "interleaved"}},

@@ -241,10 +241,12 @@ class Group(ABC):
 
         Raises:
             SystemExit: A signal has stopped all workers.
+            PacelineError: The block ended by an error of torch that a layout explains.
         """
         is_loop_left = isinstance(error, SystemExit) and self.membership.is_stopping  # see Loader
         error = None if is_loop_left else error
         _entered.groups = _entered.groups[:-1]
+        reason = self.membership.explain(error) if error is not None else None
         try:
             if error is None:
                 self.membership.close_replicas()
@@ -256,6 +258,8 @@ class Group(ABC):
             self.close(error)
         if error is None and self.membership.is_stopping and not is_loop_left:
             raise SystemExit(PREEMPTED)
+        if reason is not None:
+            raise reason from error
 
 
 _entered = threading.local()

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
-from paceline.errors import SettingsError
+from paceline.errors import PacelineError, SettingsError
 
 PREEMPTED = os.EX_TEMPFAIL
 """Exit code (75) of a worker that a signal stopped: a new start resumes from the checkpoint."""
@@ -135,6 +135,10 @@ class Membership:
     def close_with(self, close: Callable[[], None]) -> None:
         """Call `close` when the worker leaves without an error; the last one registered runs first."""
         self._closers.append(close)
+
+    def explain(self, error: BaseException) -> PacelineError | None:
+        """Return what an error of torch means in the layout of the workers, or None."""
+        return next(filter(None, (shard.explain(error) for shard in self.shards)), None)
 
     def close_replicas(self) -> None:
         """Close the open replicas, the newest first."""

@@ -12,11 +12,13 @@ from torch.distributed.tensor import DTensor
 from paceline.comm.group import Group
 from paceline.comm.local_group import LocalGroup
 from paceline.data.batch import Batch
+from paceline.errors import PacelineError
 from paceline.parallel.context import full_sequences, split_batch
 from paceline.parallel.fully_sharded import set_gradient_sync
 from paceline.parallel.gradient_use import GradientUse, UseOfStep
 from paceline.parallel.local import local
 from paceline.parallel.mesh import Mesh
+from paceline.parallel.parameter_use import ParameterUse
 from paceline.parallel.pipeline import Pipeline
 from paceline.parallel.reduce_scatter import CodedReduceScatter
 from paceline.parallel.tensor import TensorSplit
@@ -86,6 +88,12 @@ class ModelShard:
                 self.statistics_group = mesh.group("data", "sharded", *expert, "context")
             self.expert_group = mesh.group("expert") if expert else None
             self._tied_groups = self._find_tied_groups(mesh)
+        self.parameter_use: ParameterUse | None = None
+        """Search of losses for parameters of which this rank has a part."""
+        if self.layout.tensor > 1 or self.layout.expert > 1 or self.layout.shards_parameters:
+            self.parameter_use = ParameterUse(self.module, self.layout)
+            if pipeline is not None:
+                pipeline.parameter_use = self.parameter_use
         self._use: GradientUse | None = None
         if mesh is not None and self.layout.shards_parameters:
             modules = [self.module] if pipeline is None else pipeline.stages
@@ -179,6 +187,19 @@ class ModelShard:
         if self._tensor_split is None or self.pipeline is not None:
             return nullcontext()
         return self._tensor_split.parallel_loss()
+
+    def forward_pass(self) -> AbstractContextManager[None]:
+        """Return the context of a forward pass whose use of parameters is the model's own, not the loss's."""
+        return self.parameter_use.forward() if self.parameter_use is not None else nullcontext()
+
+    def check_loss(self, loss: Tensor) -> None:
+        """Raise `SettingsError` if a loss uses parts of parameters itself that would be weighted wrongly."""
+        if self.parameter_use is not None:
+            self.parameter_use.check(loss)
+
+    def explain(self, error: BaseException) -> PacelineError | None:
+        """Return what an error of torch means that comes from parts of parameters, or None."""
+        return self.parameter_use.explain(error) if self.parameter_use is not None else None
 
     def begin_backward(self, *, last: bool) -> None:
         """Prepare a backward pass; only the `last` of a step sums gradients over the sharded axis."""

@@ -11,6 +11,7 @@ from torch.distributed.tensor.parallel import loss_parallel
 
 from paceline.parallel.activations import Activations
 from paceline.parallel.mesh import Mesh
+from paceline.parallel.own_forward import note_split
 from paceline.parallel.tensor_plan import TensorPlan, TiedHead, list_blocks, place, register_styles
 from paceline.parallel.tensor_styles import apply
 
@@ -86,6 +87,7 @@ def split(module: nn.Module, mesh: Mesh, plan: TensorPlan) -> TensorSplit:
     held = plan.of_stage(module)
     activations = Activations(mesh.device_mesh["tensor"], cuts_tokens=plan.cuts_tokens)
     distribute(module, place(module, held.styles), activations.device_mesh)
+    note_split(module)
     blocks = list_blocks(held.styles)
     for name, part in list(module.named_modules()):
         apply(

@@ -11,6 +11,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from paceline.errors import SettingsError
 from paceline.parallel.activations import Activations
+from paceline.parallel.own_forward import is_in_forward
 from paceline.parallel.tensor_attention import check_heads, split_heads
 
 Style = Literal[
@@ -163,8 +164,9 @@ def apply(
 
     Args:
         style: Style of the module.
-        module: Module, changed in place: from now on ``module.weight`` is this rank's part of it as a plain tensor,
-            ``module.named_parameters()`` still yields the DTensor.
+        module: Module, changed in place: from now on its forward pass sees ``module.weight`` as a plain tensor, this
+            rank's part of it. ``module.named_parameters()`` still yields the DTensor, and so does ``module.weight`` for
+            a loss, where gradients are wanted, unless every rank has all of it.
         activations: Distribution of activations.
         is_in_block: Whether a block around it has gathered its input already.
         attributes: Attributes that the module sees with another value, such as its number of heads.
@@ -285,6 +287,8 @@ def _view(name: str, view: _View, *, is_own: bool) -> property:
         assert isinstance(parameter, DTensor)
         if parameter.device_mesh.ndim > 1:
             return parameter  # FSDP's part of a part, which it gathers before forward
+        if parameter.requires_grad and torch.is_grad_enabled() and not is_in_forward():
+            return parameter.to_local() if parameter.placements[0].is_replicate() else parameter
         part = parameter.to_local(grad_placements=(view.gradient,))
         if part.requires_grad and not is_own:
             part.register_hook(torch.clone)

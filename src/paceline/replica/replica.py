@@ -162,10 +162,10 @@ class Replica:
             self._times.began_s = self._times.began_s or time.perf_counter()
             if self._reduction.virtual is not None:
                 self._reduction.virtual.begin_forward()
-        with self.autocast(), self._counting(not is_borrowed()):
-            if self._reduction.landing is not None:
-                return self._reduction.landing.run(lambda: function(*args, **kwargs))
-            return function(*args, **kwargs)
+        forward = self.shard.forward_pass() if function is self._compiled else nullcontext()
+        with self.autocast(), self._counting(not is_borrowed()), forward:
+            landing = self._reduction.landing
+            return landing.run(lambda: function(*args, **kwargs)) if landing is not None else function(*args, **kwargs)
 
     def autocast(self) -> AbstractContextManager[Any]:
         """Return the context that forward runs in."""
@@ -233,7 +233,7 @@ class Replica:
                 `update` was not called after the last backward.
         """
         is_mean = reduction == "mean" or isinstance(loss, Loss)
-        loss, weight = read_loss(loss, weight, reduction)
+        loss, weight = read_loss(loss, weight, reduction, self.shard)
         if self._scalars is not None or any(p.requires_grad for p in self._frozen.values()):
             refuse_backward(self._frozen, self._reduction.failure, is_exchanging=self._scalars is not None)
         self._begin_backward(weight, last=last)
@@ -281,9 +281,9 @@ class Replica:
         def numerator(output: Tensor, data: Any) -> Tensor:
             num_samples = min(len(list_tensors(data)[0]), batch.num_samples)  # a borrowed sample does not count
             made = loss(output, batch.part(data, num_samples))
-            self._weight += made.weight
-            self._loss = self._loss + made.mean.detach().double() * made.weight
-            return self._optimizer_step.scale(made.mean * (made.weight / unit))
+            self._weight, mean = self._weight + made.weight, made.whole_mean
+            self._loss = self._loss + mean.detach().double() * made.weight
+            return self._optimizer_step.scale(mean * (made.weight / unit))
 
         with self.autocast(), self._counting(batch.num_samples > 0):
             self.shard.pipeline.run(tuple(list_tensors(batch.inputs)), batch.both, numerator, timed=timed)

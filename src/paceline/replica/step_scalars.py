@@ -17,6 +17,7 @@ from torch import Tensor
 from paceline.comm.group import Group
 from paceline.comm.streams import HostCopy, SideStream
 from paceline.errors import GradientError
+from paceline.parallel.model_shard import ModelShard
 from paceline.parallel.tensor import full_tensor
 from paceline.replica.loss import Loss
 from paceline.sync.synchroniser import Synchroniser
@@ -169,17 +170,19 @@ class StopVotes:
         return all_totals, stop
 
 
-def read_loss(given: object, weight: object, reduction: str) -> tuple[Tensor, float]:
+def read_loss(given: object, weight: object, reduction: str, shard: ModelShard) -> tuple[Tensor, float]:
     """Return a loss that backward may run from, and its weight.
 
     Raises:
         GradientError: The loss would be counted wrongly; the message says why.
+        SettingsError: The loss uses parameters itself of which ranks of the shard's layout have parts.
     """
     loss: object = given
     if isinstance(given, Loss):
         loss, weight, reduction = given.mean, given.weight, "mean"
     if not isinstance(loss, Tensor):
         raise GradientError(f"loss must be a 0-dim tensor, but got {loss!r}; pass what the forward pass led to")
+    shard.check_loss(loss)
     loss = loss if type(loss) is Tensor else full_tensor(loss)
     if loss.dim():
         raise GradientError(f"loss must be 0-dim, but got shape {tuple(loss.shape)}; take its mean or sum first")

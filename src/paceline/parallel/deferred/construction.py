@@ -17,7 +17,8 @@ from paceline.parallel.deferred.empty_storages import key_of
 from paceline.parallel.deferred.generator import GENERATOR, skip
 from paceline.parallel.deferred.holders import find_stranger, list_held
 from paceline.parallel.deferred.python_access import watching_python
-from paceline.parallel.deferred.recording import Recording, Reference
+from paceline.parallel.deferred.recording import Recording
+from paceline.parallel.deferred.reference import Reference
 from paceline.parallel.deferred.refusal import UndeferrableError, explain, forget
 from paceline.parallel.deferred.threads import watching_threads
 from paceline.parallel.local import local, local_slice, wrap

@@ -1,6 +1,7 @@
 """The operations of a construction, recorded on tensors without memory, and run again for some of them."""
 
 import gc
+from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -29,6 +30,7 @@ from paceline.parallel.deferred.operators import (
     makes_in_memory,
 )
 from paceline.parallel.deferred.proof import Prover
+from paceline.parallel.deferred.reference import Reference, is_contiguous, join_spans
 from paceline.parallel.deferred.refusal import UndeferrableError, explain
 from paceline.parallel.deferred.stream import Moment, RandomStream
 
@@ -51,36 +53,6 @@ _POINTWISE = {
 
 
 @dataclass(frozen=True)
-class Reference:
-    """A view of a recorded storage."""
-
-    storage: int
-    dtype: torch.dtype
-    shape: torch.Size
-    stride: tuple[int, ...]
-    offset: int
-
-    def of(self, storage: torch.UntypedStorage) -> Tensor:
-        """Return the view of a storage that has values."""
-        view = torch.empty(0, dtype=self.dtype, device=storage.device)
-        return view.set_(storage, self.offset, self.shape, self.stride)
-
-    def without_memory(self) -> Tensor:
-        """Return a tensor like the view, on the meta device."""
-        return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device="meta")
-
-    @property
-    def geometry(self) -> tuple[torch.Size, tuple[int, ...], int]:
-        """Shape, strides and offset of the view."""
-        return self.shape, self.stride, self.offset
-
-    @property
-    def num_elements(self) -> int:
-        """Number of the view's elements."""
-        return self.shape.numel()
-
-
-@dataclass(frozen=True)
 class _Operation:
     """One recorded operation."""
 
@@ -91,8 +63,8 @@ class _Operation:
     """Structure of the arguments."""
     made: Sequence[tuple[int, Reference]]
     """Places among the results of tensors in new storages."""
-    written: frozenset[int]
-    """Storages that it writes to or makes."""
+    spans: dict[int, tuple[int, int]]
+    """Storages that it writes to or makes, and the bytes of each, from the first to the end."""
     moment: Moment | None = None
     """Moment of the random stream before it, if it draws."""
     num_words: int = 0
@@ -101,9 +73,19 @@ class _Operation:
     """Torch's default dtype as it is recorded, which decides what whole numbers are turned into."""
 
     @property
+    def references(self) -> list[Reference]:
+        """Views of storages among its arguments."""
+        return [leaf for leaf in self.leaves if isinstance(leaf, Reference)]
+
+    @property
     def reads(self) -> set[int]:
         """Storages that it needs."""
-        return {leaf.storage for leaf in self.leaves if isinstance(leaf, Reference)}
+        return {reference.storage for reference in self.references}
+
+    @property
+    def written(self) -> set[int]:
+        """Storages that it writes to or makes."""
+        return set(self.spans)
 
     def run(self, storages: dict[int, torch.UntypedStorage], stream: RandomStream) -> None:
         """Run on storages with values, and add those that it makes."""
@@ -223,9 +205,8 @@ class Recording(TorchDispatchMode):
 
         Also if something else than a tensor holds some, such as a storage.
         """
-        held, chosen = self._storages.list_held(), set[int]()
-        for key in held:
-            self._choose(key, len(self._operations), chosen)
+        held, chosen = {key: (0, self._storages.sizes[key]) for key in self._storages.list_held()}, set[int]()
+        self._choose(held, chosen)
         if any(self._operations[place].moment is not None for place in chosen):
             return False
         return self._storages.fill(self._replay(held))
@@ -244,7 +225,7 @@ class Recording(TorchDispatchMode):
 
     def compute(self, references: Sequence[Reference]) -> list[Tensor]:
         """Return the values of tensors, in the memory of all that they depend on."""
-        storages = self._replay({reference.storage for reference in references})
+        storages = self._replay(join_spans(references))
         return [reference.of(storages[reference.storage]) for reference in references]
 
     def compute_rows(self, reference: Reference, begin: int, num_elements: int) -> Tensor | None:
@@ -308,8 +289,8 @@ class Recording(TorchDispatchMode):
             result, new = self._storages.run(func, args, kwargs)
         results = tree_flatten(result)[0]
         made = [(place, self._refer(results[place])) for place in new]
-        written = frozenset(key_of(tensor) for tensor in list_written(func, args, kwargs))
-        if not made and not written:
+        spans = join_spans(map(self._refer, list_written(func, args, kwargs)))
+        if not made and not spans:
             return result
         if not (has_device or is_random or is_sized or checks_values(func)):
             self._prover.prove(func, args, kwargs, {place: results[place] for place, _ in made})
@@ -317,9 +298,8 @@ class Recording(TorchDispatchMode):
             # As it is now: the default dtype may change.
             args_, kwargs_ = tree_unflatten(recorded, structure)
             recorded, structure = tree_flatten((args_, {**kwargs_, "dtype": made[0][1].dtype}))
-        operation = _Operation(
-            func, recorded, structure, made, written | {reference.storage for _, reference in made}, moment
-        )
+        spans |= {reference.storage: (0, self._storages.sizes[reference.storage]) for _, reference in made}
+        operation = _Operation(func, recorded, structure, made, spans, moment)
         if moment is not None:
             operation = replace(operation, num_words=self._draw(operation, moment))
         for key in operation.written:
@@ -347,14 +327,14 @@ class Recording(TorchDispatchMode):
         target = operation.leaves[0] if operation.leaves else None
         if operation.function in FILLS and isinstance(target, Reference) and target.num_elements >= GROUP:
             draw = getattr(Tensor, FILLS[operation.function])
-            words = cost(draw, target.dtype, target.num_elements % GROUP) if _is_contiguous(target) else None
+            words = cost(draw, target.dtype, target.num_elements % GROUP) if is_contiguous(target) else None
             if words is not None:
                 num_words = words[0] * target.num_elements + words[1]
                 self._stream.advance(moment, num_words)
                 if self._is_generator_held:
                     self._stream.settle()
                 return num_words
-        storages = {} if operation.function in BLIND else self._replay(operation.reads)
+        storages = {} if operation.function in BLIND else self._replay(join_spans(operation.references))
 
         def give(leaf: Any) -> Any:
             if not isinstance(leaf, Reference):
@@ -372,11 +352,10 @@ class Recording(TorchDispatchMode):
         """Leave torch's generator in the state in which the construction would."""
         self._stream.settle()
 
-    def _replay(self, wanted: set[int]) -> dict[int, torch.UntypedStorage]:
-        """Return storages with values, in the memory that the operations which gave them these need."""
+    def _replay(self, wanted: dict[int, tuple[int, int]]) -> dict[int, torch.UntypedStorage]:
+        """Return storages with values in some of their bytes, in the memory that the operations for these need."""
         chosen: set[int] = set()
-        for key in wanted:
-            self._choose(key, len(self._operations), chosen)
+        self._choose(wanted, chosen)
         order = sorted(chosen)
         touched = [self._operations[place].reads | self._operations[place].written for place in order]
         last_use = {key: place for place, keys in enumerate(touched) for key in keys}
@@ -386,35 +365,43 @@ class Recording(TorchDispatchMode):
             for key in operation.reads - storages.keys():  # of which nothing before is of use
                 storages[key] = torch.UntypedStorage(self._storages.sizes[key])
             operation.run(storages, self._stream)
-            for key in touched[place] - wanted:
+            for key in touched[place] - wanted.keys():
                 if last_use[key] == place:
                     del storages[key]
         return storages
 
-    def _choose(self, key: int, end: int, chosen: set[int]) -> None:
-        """Add the operations before the place `end` that the values of a storage then depend on."""
-        todo = [(key, end)]
+    def _choose(self, wanted: dict[int, tuple[int, int]], chosen: set[int]) -> None:
+        """Add the places of all operations that the values of some bytes of storages depend on."""
+        todo = [(key, span, len(self._operations)) for key, span in wanted.items()]
         while todo:
-            key, end = todo.pop()
-            for place in reversed(self._writers[key]):
-                if place >= end:
-                    continue
+            key, span, end = todo.pop()
+            writers = self._writers[key]
+            for index in range(bisect_left(writers, end) - 1, -1, -1):
+                place = writers[index]
                 operation = self._operations[place]
+                begins, ends = operation.spans[key]
+                if ends <= span[0] or begins >= span[1]:
+                    continue
                 if place not in chosen:
                     chosen.add(place)
-                    todo += [(other, place) for other in operation.reads - {key}]
-                if self._overwrites(operation, key):
+                    for other in operation.references:
+                        # What lies in the bytes that are wanted anyway is found by going on.
+                        if other.storage != key or other.span[0] < span[0] or other.span[1] > span[1]:
+                            todo.append((other.storage, other.span, place))
+                if self._overwrites(operation, key, span):
                     break
 
-    def _overwrites(self, operation: _Operation, key: int) -> bool:
-        """Whether nothing of a storage from before an operation is left after it."""
+    def _overwrites(self, operation: _Operation, key: int, span: tuple[int, int]) -> bool:
+        """Whether nothing of some bytes of a storage from before an operation is left after it."""
         target = operation.leaves[0] if operation.leaves else None
         is_filled = operation.function in FILLS or operation.function in _CONSTANT_FILLS
-        return is_filled and isinstance(target, Reference) and target.storage == key and self._covers(target)
+        if not is_filled or not isinstance(target, Reference) or target.storage != key or not is_contiguous(target):
+            return False
+        return target.span[0] <= span[0] and span[1] <= target.span[1]
 
     def _covers(self, reference: Reference) -> bool:
         num_bytes = reference.num_elements * reference.dtype.itemsize
-        return _is_contiguous(reference) and num_bytes == self._storages.sizes[reference.storage]
+        return is_contiguous(reference) and num_bytes == self._storages.sizes[reference.storage]
 
     def _list_pointwise(self, reference: Reference) -> list[_Operation] | None:
         """Return the operations that made a tensor, if each element is made alone and in order; else None."""
@@ -455,15 +442,6 @@ class Recording(TorchDispatchMode):
         if self._constant_bytes > _MAX_CONSTANT_BYTES:
             raise UndeferrableError("it copies values from elsewhere, such as trained weights")
         return leaf.detach().clone()
-
-
-def _is_contiguous(reference: Reference) -> bool:
-    expected = 1
-    for length, stride in zip(reversed(reference.shape), reversed(reference.stride), strict=True):
-        if length != 1 and stride != expected:
-            return False
-        expected *= length
-    return True
 
 
 def _bytes_of(tensor: Tensor) -> bytes:

@@ -58,6 +58,30 @@ class Tracking(TorchFunctionMode):
             self._is_paused = False
 
 
+_losses: list[int] = []
+"""One entry while a loss is computed."""
+
+
+@contextmanager
+def computing_loss() -> Iterator[None]:
+    """While active, the module's parts are not listed: those of other ranks would be left out without a word."""
+    _losses.append(1)
+    try:
+        yield
+    finally:
+        _losses.pop()
+
+
+def check_listing(place: str) -> None:
+    """Raise `SettingsError` if a loss lists modules or parameters, of which that at `place` is on another rank."""
+    if _losses:
+        raise SettingsError(
+            f"the loss of a pipeline must use what its last stage has, but it lists the model's parts, of which "
+            f"{place} is on another rank; leave penalties on parameters to the optimizer (weight_decay), or set "
+            "Layout(pipeline=1) (--layout.pipeline 1)"
+        )
+
+
 ADVICE = (
     "give parallelize a sample on which the model does what it does in training, or set Layout(pipeline=1) "
     "(--layout.pipeline 1)"

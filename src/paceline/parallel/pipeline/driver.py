@@ -16,7 +16,8 @@ from paceline.data.batch import list_tensors, select
 from paceline.errors import PacelineError, SettingsError
 from paceline.parallel.mesh import Mesh
 from paceline.parallel.mismatch import explain_failure
-from paceline.parallel.pipeline.absent import Tracking, find_missing
+from paceline.parallel.parameter_use import ParameterUse, next_operation
+from paceline.parallel.pipeline.absent import Tracking, computing_loss, find_missing
 from paceline.parallel.pipeline.costs import cut
 from paceline.parallel.pipeline.forward import Description, ForwardPass
 from paceline.parallel.pipeline.layers import PipelineLayer, find_modules, find_owned, keep_only, list_paths
@@ -93,6 +94,8 @@ class Pipeline:
             if self._place_of(index) == self.place
         ]
         """Stages of this rank."""
+        self.parameter_use: ParameterUse | None = None
+        """Search of losses for parameters of which this rank has a part, if ranks share any."""
         self.times: PipelineTimes | None = None
         """Times of the last timed step."""
 
@@ -288,13 +291,16 @@ class Pipeline:
 
     def _compute_loss(self, output: Tensor, places: Tensor) -> Tensor:
         assert self._loss is not None
-        with self._clock.watch("forward", self.num_stages - 1, self._num_losses), Tracking():
+        first = next_operation()
+        with self._clock.watch("forward", self.num_stages - 1, self._num_losses), Tracking(), computing_loss():
             loss = self._loss(output, places)
         if missing := find_missing(loss):
             raise SettingsError(
                 f"the loss of a pipeline must use what its last stage has, but it comes from {missing}; compute it "
                 "from the output and the batch, or set Layout(pipeline=1) (--layout.pipeline 1)"
             )
+        if self.parameter_use is not None:
+            self.parameter_use.check(loss, first=first)
         self._num_losses += 1
         return loss if loss._base is None else loss.clone()  # a split backward detaches it in place
 

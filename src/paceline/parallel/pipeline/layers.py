@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from paceline.errors import SettingsError
-from paceline.parallel.pipeline.absent import mark_missing
+from paceline.parallel.pipeline.absent import check_listing, mark_missing
 
 LAYERS_ADVICE = (
     'give the pipeline a sequence (--pipeline.sequence \'["embedding", "layers.*", "head"]\') of its children as they '
@@ -181,6 +181,11 @@ class AbsentModule(nn.Module):
         """Return an attribute of the absent module, such as a dtype that forwards around it ask for."""
         (original,) = self.__dict__.get("_original", (None,))
         return getattr(original, name) if original is not None else super().__getattr__(name)
+
+    def named_modules(self, memo: Any = None, prefix: str = "", remove_duplicate: bool = True) -> Any:
+        """Return this module, unless a loss asks for it."""
+        check_listing(prefix)
+        return super().named_modules(memo, prefix, remove_duplicate)
 
     def forward(self, *_: Any) -> NoReturn:
         """Raise an error: there is nothing to run here."""

@@ -6,6 +6,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn import Parameter
 
+from paceline.parallel.own_forward import running_forward
 from paceline.parallel.pipeline.layers import PipelineLayer, find_modules, find_owned
 from paceline.parallel.pipeline.traced import join_parts, list_gradients
 
@@ -40,8 +41,9 @@ class Stage(nn.Module):
         value: Value = values[0] if len(values) == 1 else values
         if self._begins_in_place:
             value = _each(value, lambda one: one.clone())  # autograd forbids changing a received tensor
-        for run in self._functions:
-            value = run(value)
+        with running_forward():  # layers may be functions of the model's own
+            for run in self._functions:
+                value = run(value)
         return _each(value, lambda one: self._sendable(one, values))
 
     def list_gradients(self, output: Value, has_input_gradient: bool) -> tuple[bool, ...]:

@@ -1,0 +1,43 @@
+"""Whether a parameter is read by the forward pass of its model, which runs on parts, or by somebody else.
+
+A split model's forward sees this rank's part of each parameter. A loss that reads the same parameter means all of it.
+"""
+
+import sys
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+
+_CALLS = {nn.Module._call_impl.__code__, nn.Module._wrapped_call_impl.__code__}
+_split: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+_running: list[int] = []
+
+
+def note_split(module: nn.Module) -> None:
+    """Record that calls of a module and its parts are forward passes on parts of parameters."""
+    _split.update(module.modules())
+
+
+@contextmanager
+def running_forward() -> Iterator[None]:
+    """While active, parameters are read by their model."""
+    _running.append(1)
+    try:
+        yield
+    finally:
+        _running.pop()
+
+
+def is_in_forward() -> bool:
+    """Return whether a split model runs, forward or again for backward, or is compiled."""
+    if torch.compiler.is_compiling() or _running or torch._C._current_graph_task_id() != -1:
+        return True
+    frame = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code in _CALLS and frame.f_locals["self"] in _split:
+            return True
+        frame = frame.f_back  # type: ignore[assignment]
+    return False
