@@ -177,6 +177,21 @@ def test_small_data_is_looked_up_a_few_epochs_ahead_and_no_further(store, opened
     assert 2 * 8192 <= sum(farthest) < 4 * 8192
 
 
+def test_files_are_looked_up_beside_each_other(store, opened):
+    asked, together, find = set(), threading.Event(), store.find
+
+    def wait(path):
+        asked.add(path)
+        if len(asked) == 3:
+            together.set()
+        assert together.wait(timeout=30)
+        return find(path)
+
+    store.find = wait
+    source = StoredSamples(cache(store, opened), 3, FILE_BYTES, SAMPLE_BYTES)
+    assert len(list(Loader(source, 32, num_epochs=1, prefetch=1, shuffle=False))) == 3
+
+
 def test_a_storage_that_nobody_closed_leaves_no_threads(store):
     before = set(threading.enumerate())
     shared = SharedStorage(CachedStorage(store, memory_bytes=8 * BLOCK, block_bytes=BLOCK))
