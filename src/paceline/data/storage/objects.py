@@ -239,7 +239,9 @@ class ObjectStorage(Storage):
         except PreconditionError:
             raise changed(url) from None
         except (NotSupportedError, NotImplementedError) as error:
-            raise DataError(f"{url} must be able to {verb}, but: {_summary(error)}; name each file") from None
+            raise DataError(
+                f"{url} must be able to {verb}, but: {_summary(error)}; take a server that does, such as nginx"
+            ) from None
         except (BaseError, OSError, ValueError) as error:
             if verb in ("read", "list") and re.search(r"Requested \d|body error", str(error)):
                 raise _BrokenAnswerError(_summary(error)) from None
