@@ -57,7 +57,7 @@ class Prepared:
 
 
 @dataclass(frozen=True)
-class _Part:
+class _KeptPart:
     """Samples of the input that have been read and kept."""
 
     sizes: NDArray[np.int64]
@@ -175,7 +175,7 @@ def _open_out(out: Path, identity: dict[str, Any]) -> LocalStorage:
     return storage
 
 
-def _read_part(source: FileSource, storage: LocalStorage, form: Format, hook: Hook | None, number: int) -> _Part:
+def _read_part(source: FileSource, storage: LocalStorage, form: Format, hook: Hook | None, number: int) -> _KeptPart:
     """Keep the samples of a part of the input, after the hook.
 
     Some of them are encoded as the output will be, so that a format that cannot hold them says so at once, and the
@@ -198,7 +198,7 @@ def _read_part(source: FileSource, storage: LocalStorage, form: Format, hook: Ho
         storage.write(f"{path}.facts", json.dumps(facts).encode())
         storage.write(f"{path}.sizes", np.array([len(one) for one in kept], dtype="<i8").tobytes())
     sizes = np.frombuffer(storage.read(f"{path}.sizes"), dtype="<i8")
-    return _Part(sizes, **json.loads(storage.read(f"{path}.facts")))
+    return _KeptPart(sizes, **json.loads(storage.read(f"{path}.facts")))
 
 
 def _write_shard(
