@@ -15,7 +15,7 @@ from paceline.comm import LocalGroup
 from paceline.data import BadSamples, BadSampleWarning, FileData, FileSource, Images, Loader, Source
 from paceline.data.formats.index import write_index
 from paceline.data.formats.opening import open_place
-from paceline.errors import BadSample, DataError
+from paceline.errors import BadSample, DataError, SettingsError
 from paceline.monitor import BadSampleFound, read_log
 from paceline.training import Run
 
@@ -165,6 +165,11 @@ def test_a_run_names_the_damaged_file(tmp_path, run_here):
     assert done.returncode == 0, done.stderr
     found = [one.event for one in read_log(tmp_path / "skip" / "events.jsonl") if isinstance(one.event, BadSampleFound)]
     assert [(one.path, one.action) for one in found] == [(str(damaged), "skip")]
+
+
+def test_other_values_than_settings_are_refused():
+    with pytest.raises(SettingsError, match=r"bad_samples must be a BadSamples, but got 'skip'"):
+        Loader([1, 2], 1, num_epochs=1, bad_samples="skip")
 
 
 def test_settings_are_part_of_a_run():

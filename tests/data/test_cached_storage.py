@@ -177,6 +177,21 @@ def test_small_data_is_looked_up_a_few_epochs_ahead_and_no_further(store, opened
     assert 2 * 8192 <= sum(farthest) < 4 * 8192
 
 
+def test_files_are_looked_up_beside_each_other(store, opened):
+    asked, together, find = set(), threading.Event(), store.find
+
+    def wait(path):
+        asked.add(path)
+        if len(asked) == 3:
+            together.set()
+        assert together.wait(timeout=30)
+        return find(path)
+
+    store.find = wait
+    source = StoredSamples(cache(store, opened), 3, FILE_BYTES, SAMPLE_BYTES)
+    assert len(list(Loader(source, 32, num_epochs=1, prefetch=1, shuffle=False))) == 3
+
+
 def test_a_storage_that_nobody_closed_leaves_no_threads(store):
     before = set(threading.enumerate())
     shared = SharedStorage(CachedStorage(store, memory_bytes=8 * BLOCK, block_bytes=BLOCK))
@@ -252,6 +267,26 @@ def test_flipped_bits_on_the_way_are_fetched_again_and_those_of_the_file_are_an_
         with pytest.raises(DataError, match=r"a\.bin must stay as it was when it was first read, but it has changed"):
             storage.read("a.bin", 2 * 2**20, 9)
         storage.close()
+
+
+def test_an_object_that_changes_between_two_epochs_is_never_trained_on(opened, monkeypatch):
+    """Blocks of 1 MiB, of which memory holds a third: the second epoch fetches most of them again."""
+    objects = {f"bucket/data/{name}": content for name, content in make_files(24, 2**20).items()}
+    first, second = [], []
+
+    def train_and_change(source, server):
+        for batch in Loader(source, 3, num_epochs=2, seed=3, prefetch=1):
+            (first if batch.interval.stop <= 24 else second).extend(bytes(row.numpy()) for row in batch.data)
+            if len(first) == 24:
+                server.objects = {name: content[::-1] for name, content in objects.items()}
+
+    with faulty_store(monkeypatch, objects) as (server, _):
+        storage = open_storage("s3://bucket/data", QUICK.model_copy(update={"memory_bytes": 8 * 2**20}))
+        opened(storage)
+        with pytest.raises(DataError, match=r"s3://bucket/data/.*bin must stay as it was when .* has changed since"):
+            train_and_change(StoredSamples(storage, 24, 2**20, 2**20), server)
+    assert sorted(first) == sorted(objects.values())
+    assert set(second) <= set(first)
 
 
 def test_a_full_disk_means_streaming_with_one_warning(store, opened, tmp_path, monkeypatch):

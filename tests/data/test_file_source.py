@@ -1,10 +1,13 @@
 """Files as a source of samples: index, manifest, ranges and what has changed."""
 
 import os
+import subprocess
+import sys
 
 import numpy as np
 import pytest
 import torch
+from blake3 import blake3
 from file_samples import make_images, write_shards
 
 import paceline
@@ -233,6 +236,46 @@ def test_the_table_of_records_takes_no_memory_of_its_own():
     assert table.num_rows == 1000
     assert table.look_up(np.array([999, 0, 400])).tolist() == [[6993, 6994], [0, 1], [2800, 2801]]
     assert not [value for value in vars(table).values() if isinstance(value, np.ndarray | bytes | list)]
+
+
+MEMORY = """
+import sys
+from paceline.data import FileSource, Loader
+for batch in Loader(FileSource(sys.argv[1]), 64, num_steps=30, num_threads=2):
+    assert set(batch.data["a"].tolist()) == {1}
+with open("/proc/self/smaps_rollup") as file:
+    print(next(line.split()[1] for line in file if line.startswith("Pss:")))
+"""
+
+
+def index_lines(folder, num_lines):
+    """Write a file of equal lines and its index, which reading each of them would make."""
+    folder.mkdir()
+    line = b'{"a":1}\n'
+    with open(folder / "all.jsonl", "wb") as file:
+        for _ in range(num_lines // 10_000):
+            file.write(line * 10_000)
+    starts = np.arange(num_lines) * len(line)
+    table = pack_rows(starts, np.full(num_lines, len(line) - 1))
+    size = num_lines * len(line)
+    file = FileRecord("all.jsonl", size, num_lines, num_lines, digest=blake3(b"whole").hexdigest())
+    blocks = bytes(32 * -(-size // (1 << 20)))
+    manifest = DataManifest("jsonl", [file], {"largest": {"a": 1}}, blake3(table).hexdigest(), blocks)
+    storage = LocalStorage(folder)
+    for name, content in (("records.bin", table), ("blocks.bin", blocks), ("manifest.json", manifest.to_json())):
+        storage.write(f".paceline/{name}", content if isinstance(content, bytes) else content.encode())
+    return folder
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+def test_ten_million_samples_take_no_more_memory_than_ten_thousand(tmp_path):
+    sizes = []
+    for num_lines in (10_000, 10_000_000):
+        folder = index_lines(tmp_path / str(num_lines), num_lines)
+        done = subprocess.run([sys.executable, "-c", MEMORY, folder], capture_output=True, text=True, check=True)
+        sizes.append(int(done.stdout))
+    assert sizes[1] <= 1.1 * sizes[0]
 
 
 def test_a_replaced_file_is_read_anew(tmp_path):

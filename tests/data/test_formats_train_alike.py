@@ -2,6 +2,7 @@
 
 import copy
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -9,8 +10,9 @@ from file_samples import make_images, write_shards
 from store_fixtures import use_endpoint
 
 from paceline.comm import LocalGroup
-from paceline.data import FileData, FileSource, Loader
+from paceline.data import FileData, FileSource, Loader, PackedText
 from paceline.data.formats.prepare import prepare
+from paceline.data.masked_text import NOT_ASKED
 from paceline.replica import Replica
 from paceline.testing.object_server import ObjectServer
 
@@ -31,11 +33,33 @@ def folder(tmp_path_factory):
 
 
 def train(path, num_workers, stop_at=None):
-    """Return the parameters after some steps, on as many workers; ended once, and gone on from the saved state."""
+    """Return the parameters after some steps on images: see `train_on`."""
     source = FileData(path=str(path), size=8, held_out=str(path)).open().train
 
+    def make_model():
+        return torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(192, 8), torch.nn.ReLU(), torch.nn.Linear(8, 3))
+
+    return train_on(source, make_model, num_workers, stop_at)
+
+
+class Rows(torch.nn.Module):
+    """Next tokens of rows, or of packed rows, which have three numbers for each token."""
+
+    def __init__(self, num_inputs):
+        super().__init__()
+        self.embeddings = torch.nn.ModuleList(torch.nn.Embedding(256, 4) for _ in range(num_inputs))
+        self.head = torch.nn.Linear(4, 256)
+
+    def forward(self, rows):
+        rows = rows if isinstance(rows, tuple) else (rows,)
+        hidden = sum(embedding(row) for embedding, row in zip(self.embeddings, rows, strict=True))
+        return self.head(hidden).transpose(1, 2)
+
+
+def train_on(source, make_model, num_workers, stop_at=None):
+    """Return the parameters after some steps, on as many workers; ended once, and gone on from the saved state."""
     torch.manual_seed(0)
-    initial = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(192, 8), torch.nn.ReLU(), torch.nn.Linear(8, 3))
+    initial = make_model()
 
     def work(group, state=None, num_steps=NUM_STEPS):
         model = copy.deepcopy(initial)  # workers are threads, which would draw from one generator
@@ -48,7 +72,8 @@ def train(path, num_workers, stop_at=None):
             loader.load_state_dict(state["loader"])
         for batch in loader:
             loss = F.cross_entropy(replica(batch.inputs), batch.targets)
-            replica.backward(loss, weight=batch.count())
+            is_text = batch.targets.ndim == 2
+            replica.backward(loss, weight=batch.count(batch.targets != NOT_ASKED) if is_text else batch.count())
             replica.update()
             loader.ack(batch)
         saved = {"model": model.state_dict(), "optimizer": replica.optimizer.state_dict()}
@@ -58,6 +83,37 @@ def train(path, num_workers, stop_at=None):
         return LocalGroup.run(num_workers, work)[0]["model"]
     states = LocalGroup.run(num_workers, lambda group: work(group, num_steps=stop_at))
     return LocalGroup.run(num_workers, lambda group: work(group, states[group.rank]))[0]["model"]
+
+
+@pytest.mark.parametrize("num_workers", [2, 3])
+def test_text_trains_alike_from_every_format(tmp_path, num_workers):
+    rng = np.random.default_rng(0)
+    samples = [{"text": bytes(rng.integers(97, 123, rng.integers(4, 40)).astype(np.uint8)).decode()} for _ in range(40)]
+    write_shards(tmp_path / "jsonl", "jsonl", samples)
+
+    def train_from(name, stop_at=None):
+        data = FileData(path=str(tmp_path / name), sequence_length=24, padding="longest").open().train
+        return train_on(data, lambda: Rows(1), num_workers, stop_at)
+
+    expected = train_from("jsonl")
+    for name in ("tar", "parquet", "mds", "tfrecord"):
+        write_shards(tmp_path / name, name, samples, num_shards=3)  # in the same order, which balancing may change
+        resumed = train_from(name, stop_at=3)
+        assert all(torch.equal(expected[leaf], resumed[leaf]) for leaf in expected), name
+
+
+@pytest.mark.parametrize("pack", ["best_fit", "concatenate"])
+@pytest.mark.parametrize("num_workers", [2, 3])
+def test_packed_text_that_goes_on_is_the_uninterrupted_one_bit_for_bit(tmp_path, num_workers, pack):
+    rng = np.random.default_rng(0)
+    (tmp_path / "folder").mkdir()
+    texts = [bytes(rng.integers(97, 123, rng.integers(4, 40)).astype(np.uint8)) for _ in range(80)]
+    for number, text in enumerate(texts):
+        (tmp_path / f"folder/{number:03d}.txt").write_bytes(text)
+    source = PackedText(path=str(tmp_path / "folder"), sequence_length=16, pack=pack).open().train
+    expected = train_on(source, lambda: Rows(3), num_workers)
+    resumed = train_on(source, lambda: Rows(3), num_workers, stop_at=3)
+    assert all(torch.equal(expected[leaf], resumed[leaf]) for leaf in expected)
 
 
 @pytest.mark.parametrize("num_workers", [2, 3])

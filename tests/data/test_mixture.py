@@ -195,6 +195,10 @@ def test_a_state_of_another_mixture_is_refused(other):
         ({"changes": [(0, [1, 1])]}, "ascending positions"),
         ({"changes": [(5, [1])]}, "weights must be 2 numbers"),
         ({"cycle": 0}, "cycle must be a whole number of at least 1"),
+        ({"weights": ["a", 1]}, r"weights must be 2 numbers .* got \['a', 1\]"),
+        ({"weights": None, "temperature": 0}, "temperature must be a number of at least 1, but got 0"),
+        ({"weights": None, "temperature": math.nan}, "temperature must be a number of at least 1, but got nan"),
+        ({"weights": [1, 1], "on_end": "halt"}, "on_end must be repeat or stop, but got 'halt'"),
     ],
 )
 def test_weights_that_cannot_be_are_refused(options, message):

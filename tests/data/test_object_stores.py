@@ -8,7 +8,7 @@ import sys
 import pytest
 from store_fixtures import QUICK, faulty_store, moto_server, use_endpoint
 
-from paceline.data.storage import FsspecStorage, LocalStorage, ObjectStorage, StoreSettings, is_url, open_store
+from paceline.data.storage import FsspecStorage, LocalStorage, ObjectStorage, StoreSettings, is_url, objects, open_store
 from paceline.errors import DataError, SettingsError, StorageError
 from paceline.testing.object_server import FaultProxy, ObjectServer
 
@@ -89,12 +89,27 @@ def test_what_stays_is_one_clear_error(store, fault, kind, message):
 
 
 def test_a_store_that_always_gives_too_little_is_named(store):
-    _, proxy, storage = store
+    _, proxy, _ = store
     proxy.fault = lambda method, path: "short"
+    storage = open_store("s3://bucket/data", StoreSettings(patience_s=0.5))
     with pytest.raises(
-        StorageError, match=r"a\.bin must answer in full, but broke off 5 times: .*got 0\.\.50000; check"
+        StorageError, match=r"a\.bin must answer in full within 0\.5 s, but breaks off: .*got 0\.\.50000; check"
     ):
         storage.read("a.bin", 0, 100_000)
+
+
+def test_lists_that_break_off_are_asked_for_as_long_as_patience_lasts(store, monkeypatch):
+    monkeypatch.setattr(objects, "_FIRST_PAUSE_S", 0.01)
+    _, proxy, storage = store
+    faults = itertools.chain(["truncate"] * 7, itertools.repeat(""))
+    proxy.fault = lambda method, path: next(faults)
+    assert [file.path for file in storage.list_files()] == ["a.bin", "b/c.bin"]
+    proxy.fault = lambda method, path: "truncate"
+    with pytest.raises(StorageError, match=r"must answer in full within 0\.3 s"):
+        open_store("s3://bucket/data", StoreSettings(patience_s=0.3)).list_files()
+    proxy.fault = lambda method, path: "403"
+    with pytest.raises(DataError, match=r"s3://bucket/data must allow to list it, but: .*403 Forbidden; check AWS_ACC"):
+        storage.list_files()
 
 
 def test_missing_short_and_changed_files_are_named(store):

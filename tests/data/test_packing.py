@@ -6,13 +6,15 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pydantic import ValidationError
 
-from paceline.data import PackedText, Spec
+from paceline.data import Images, PackedText, Spec, Text
 from paceline.data.masked_text import NOT_ASKED
 from paceline.data.packed_text import PackedSource
 from paceline.data.packing import pack
 from paceline.data.tokens import encode_documents
 from paceline.errors import DataError
+from paceline.recipes import resnet  # noqa: F401  # registers its model
 from paceline.recipes.transformer_lm import TransformerLM
 from paceline.training import Run
 
@@ -138,6 +140,16 @@ def test_too_few_documents_are_refused(tmp_path):
     (tmp_path / "one.txt").write_text("a\n\nlonger one")
     with pytest.raises(DataError, match=r"two documents or more of two tokens or more, .* but got 1"):
         PackedText(path=tmp_path / "one.txt").open()
+
+
+@pytest.mark.parametrize("data", [PackedText, Text, Images])
+def test_paths_are_of_this_machine_and_urls_of_elsewhere_are_told_what_reads_them(data, tmp_path):
+    assert data(path=f"file://{tmp_path}/a").path == tmp_path / "a"
+    assert data(path=str(tmp_path)).path == tmp_path
+    with pytest.raises(
+        ValidationError, match="path must be one of this machine, but got an URL of s3; copy it here, or take"
+    ):
+        data(path="s3://bucket/folder")
 
 
 @pytest.fixture

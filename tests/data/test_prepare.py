@@ -93,6 +93,43 @@ def test_shards_are_balanced_by_bytes_and_samples(kind):
         assert [shard[0] for shard in shards] == list(range(0, 5000, 250)), "in their order where that balances"
 
 
+@pytest.mark.parametrize(("name", "shard_bytes"), [("tar", 120_000), ("parquet", 40_000), ("jsonl_gz", 40_000)])
+def test_the_size_of_a_shard_is_that_of_its_file(tmp_path, name, shard_bytes):
+    """Leaves are a tenth of a tar, and twice of what is left of them once they are packed."""
+    rng = np.random.default_rng(0)
+    texts = ["x"] * 600 if name == "tar" else [rng.bytes(200).hex() for _ in range(600)]
+    samples = [{"text": text, "label": number} for number, text in enumerate(texts)]
+    write_shards(tmp_path / "in", "jsonl", samples)
+    done = prepare(FileSource(tmp_path / "in"), tmp_path / "out", name, shard_bytes)
+    sizes = [file.num_bytes for file in done.manifest.files]
+    assert len(sizes) > 1
+    assert 0.75 * shard_bytes < sum(sizes) / len(sizes) < 1.33 * shard_bytes
+    assert done.balance[0] == max(sizes) / min(sizes)
+
+
+def test_leaves_that_a_format_does_not_hold_are_named(tmp_path, run_here):
+    samples = [sample | {"caption": "a dog", "score": 0.5} for sample in make_images(6)]
+    write_shards(tmp_path / "in", "tar", samples)
+    source = FileSource(tmp_path / "in")
+    assert prepare(source, tmp_path / "folder", "folder", 1000).left_out == ["caption", "score"]
+    assert prepare(source, tmp_path / "text", "text", 1000).left_out == ["image", "label", "score"]
+    assert prepare(source, tmp_path / "tar", "tar", 1000).left_out == []
+    done = run_here("data", "prepare", tmp_path / "in", tmp_path / "out", "--format", "folder", "--processes", 1)
+    assert "left out, as format folder does not hold them: caption, score; tar holds" in done.stdout
+
+
+def test_a_format_that_cannot_hold_the_samples_says_so_before_all_is_read(folder, tmp_path):
+    read = []
+
+    def hook(samples):
+        read.extend(samples)
+        return samples
+
+    with pytest.raises(DataError, match="a sample must have tokens for format tokens"):
+        prepare(FileSource(folder), tmp_path / "out", "tokens", 1000, hook=hook)
+    assert len(read) == 16
+
+
 def test_functions_filter_and_make_samples(folder, tmp_path):
     def hook(samples):
         for sample in samples:

@@ -5,6 +5,7 @@ import sys
 
 import numpy as np
 import pytest
+import torch
 from file_samples import make_images, write_shards
 from store_fixtures import use_endpoint
 
@@ -61,6 +62,20 @@ def test_samples_of_one_file_are_read_from_its_url(server, tmp_path):
     assert len(far) == 10
     assert far.fingerprint == FileSource(shard).fingerprint
     far.storage.close()
+
+
+def test_an_indexed_folder_is_read_from_a_server_that_lists_nothing(server, tmp_path):
+    far, near = FileSource(f"{server.endpoint}/bucket/photos"), FileSource(tmp_path / "photos")
+    assert far.fingerprint == near.fingerprint
+    assert torch.equal(far.read(np.arange(30))["image"], near.read(np.arange(30))["image"])
+    far.storage.close()
+    server.objects.pop("bucket/photos/shard-01.tar")
+    with pytest.raises(DataError, match=r"photos/shard-01\.tar must have .* bytes, as when .* but is missing"):
+        FileSource(f"{server.endpoint}/bucket/photos")
+    for name in [name for name in server.objects if ".paceline" in name]:
+        server.objects.pop(name)
+    with pytest.raises(DataError, match=r"must list its files, but: .*; give the URL of a file, or index the folder"):
+        FileSource(f"{server.endpoint}/bucket/photos")
 
 
 def test_a_block_that_is_not_as_it_was_indexed_is_refused(server, tmp_path):

@@ -69,7 +69,7 @@ def prepare(
     out: Annotated[Path, typer.Argument(help="Folder for the shards.")],
     to: Annotated[str, typer.Option("--format", help="Format to write.")] = "tar",
     source_format: Annotated[str, typer.Option("--from", help="Format of the data; auto for what names say.")] = "auto",
-    shard_bytes: Annotated[str, typer.Option("--shard_bytes", help="Size of a shard, such as 64MB.")] = "64MB",
+    shard_bytes: Annotated[str, typer.Option("--shard_bytes", help="Size of a shard's file, such as 64MB.")] = "64MB",
     processes: Processes = None,
     sequence_length: Length = None,
     keep: Annotated[str, typer.Option(help="Function (sample) -> bool that says which stay: file.py:function.")] = "",
@@ -107,6 +107,8 @@ def prepare(
         f"of format {to}; the largest shard has {by_bytes:.3f} times the bytes of the smallest, and {by_samples:.3f} "
         "times its samples"
     )
+    if prepared.left_out:
+        typer.echo(f"left out, as format {to} does not hold them: {', '.join(prepared.left_out)}; tar holds all leaves")
     typer.echo(f"fingerprint {prepared.manifest.fingerprint}")
 
 

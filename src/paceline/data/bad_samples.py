@@ -10,7 +10,7 @@ from pydantic import Field
 
 from paceline.data.base import Source
 from paceline.data.orders import Indices
-from paceline.errors import BadSample, DataError
+from paceline.errors import BadSample, DataError, SettingsError
 from paceline.registry import Settings
 
 _MOST_TRIES = 100
@@ -108,6 +108,10 @@ class BadSampleCount:
     """Count of the bad samples that a worker has met, and those that nobody has asked for yet."""
 
     def __init__(self, settings: BadSamples) -> None:
+        if not isinstance(settings, BadSamples):
+            raise SettingsError(
+                f"bad_samples must be a BadSamples, but got {settings!r}; write BadSamples(action='skip')"
+            )
         self.settings = settings
         self.is_fatal, self.skips = settings.action == "fatal", settings.action == "skip"
         self._known: set[int] = set()

@@ -401,9 +401,9 @@ def plan_steps(
     claim_size: int,
 ) -> Iterator[StepReads]:
     """Yield this worker's part of each step, claimed when it is asked for; or positions that a dispatcher hands out."""
-    last = ending.position
     while dispatcher is None and not ending.is_reached(ledger.next_claim):
         interval = ledger.claim(order, batches.rest_at)
+        last = ending.position  # data may have grown since
         if last is not None and last < interval.stop:  # no next epoch to join
             interval = Interval(interval.start, last)
         yield micro_batches.cut(interval)

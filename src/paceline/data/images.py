@@ -22,6 +22,7 @@ from torch import Tensor
 
 from paceline.data.base import Data, Source, Spec, Splits
 from paceline.data.image_decoding import Decoder, check_pillow, decode_image, open_simplejpeg
+from paceline.data.local_path import LocalPath
 from paceline.data.orders import Indices
 from paceline.errors import BadSample, DataError, missing_extra
 from paceline.registry import register
@@ -43,7 +44,7 @@ class Images(Data):
     the same images are held out in every run.
     """
 
-    path: Path | None = None
+    path: LocalPath | None = None
     """Folder with ``train-images*-idx3-ubyte[.gz]`` and ``train-labels*-idx1-ubyte[.gz]``, or that images
     file itself (held out: ``t10k-`` or ``test-`` beside it, if present); or a folder with one folder of png,
     jpg, jpeg, bmp or webp files per class (held out: if it has ``train`` and ``val`` or ``test``,

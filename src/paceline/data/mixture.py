@@ -6,7 +6,8 @@ Shapes: K sources, B samples that are asked for, C samples of a cycle.
 import math
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any, Literal, NamedTuple
+from numbers import Real
+from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
 from pydantic import Field
@@ -94,7 +95,11 @@ class MixtureSource(JoinedSource):
         cycle: int = 1000,
     ) -> None:
         super().__init__(datasets)
+        if on_end not in get_args(OnEnd):
+            raise SettingsError(f"on_end must be repeat or stop, but got {on_end!r}; choose one of both")
         if weights is None:
+            if not _is_number(temperature) or temperature < 1:
+                raise SettingsError(f"temperature must be a number of at least 1, but got {temperature!r}; raise it")
             weights = [len(source) ** (1 / temperature) for source in self.sources]
         check_whole("cycle", cycle, 1)
         starts = [0, *(position for position, _ in changes)]
@@ -110,9 +115,13 @@ class MixtureSource(JoinedSource):
         return _MixtureArrangement(self, arranged, seed)
 
 
+def _is_number(value: object) -> bool:
+    return isinstance(value, Real) and math.isfinite(value)
+
+
 def _count(weights: Sequence[float], num_sources: int, cycle: int) -> list[int]:
     """Return each source's samples in a cycle."""
-    is_usable = all(weight >= 0 and math.isfinite(weight) for weight in weights)
+    is_usable = all(_is_number(weight) and weight >= 0 for weight in weights)
     if len(weights) != num_sources or not is_usable or sum(weights) <= 0:
         raise SettingsError(
             f"weights must be {num_sources} numbers (one per source), finite, none negative and not all 0, but got "

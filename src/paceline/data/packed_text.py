@@ -13,6 +13,7 @@ from pydantic import Field
 from torch import Tensor
 
 from paceline.data.base import Data, Source, Spec, Splits
+from paceline.data.local_path import LocalPath
 from paceline.data.masked_text import NOT_ASKED
 from paceline.data.orders import Indices
 from paceline.data.packing import PackingMethod, pack
@@ -30,7 +31,7 @@ class PackedText(Data):
     out whole, by the digest of their content, so that the same ones are in every run, and equal ones on one side.
     """
 
-    path: Path | None = None
+    path: LocalPath | None = None
     """Folder of text files, each a document; or one file, which is cut at `separator`. None: the Python standard
     library's own source."""
     separator: str = "\n\n"

@@ -19,6 +19,7 @@ from pydantic import Field
 from torch import Tensor
 
 from paceline.data.base import Data, Source, Spec, Splits
+from paceline.data.local_path import LocalPath
 from paceline.data.orders import Indices
 from paceline.errors import DataError
 from paceline.registry import register
@@ -42,7 +43,7 @@ class Text(Data):
     end is held out. A single file is memory-mapped; files of a folder are read into memory.
     """
 
-    path: Path | None = None
+    path: LocalPath | None = None
     """File of any text (its bytes are the tokens); a folder of such files; a file of tokens: ``.npy`` (one dim,
     of an integer type) or ``.bin`` (little-endian uint16). None: the Python standard library's own source.
     Below a folder a file counts as text if its first 8,192 bytes contain no zero byte; hidden files and

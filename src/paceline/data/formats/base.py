@@ -106,6 +106,18 @@ class Format(ABC):
         """
         raise SettingsError(f"format must be one that can be written, but got {self.name}; take tar")
 
+    def measure(self, samples: Sequence[Sample]) -> int:
+        """Return the number of bytes of a file that holds these samples.
+
+        Raises:
+            DataError: The format cannot hold them.
+        """
+        return len(self.encode(samples))
+
+    def list_left_out(self, sample: Sample) -> list[str]:
+        """Return the leaves of a sample that the format's files do not hold; none here."""
+        return []
+
     def write(self, storage: Storage, stem: str, samples: Sequence[Sample]) -> None:
         """Write a shard.
 

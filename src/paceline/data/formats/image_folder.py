@@ -36,16 +36,34 @@ class ImageFolder(Format):
         classes = about.get("classes")
         return [sample | {"label": classes.index(str(place.parent))} if classes else sample]
 
+    def measure(self, samples: Sequence[Sample]) -> int:
+        """Return the number of bytes of the images' files."""
+        return sum(len(sample[_find_leaves(sample)[0]]) for sample in samples)
+
+    def list_left_out(self, sample: Sample) -> list[str]:
+        """Return all leaves but the image and the label."""
+        return [name for name in sample if name not in (KEY, *_find_leaves(sample))]
+
     def write(self, storage: Storage, stem: str, samples: Sequence[Sample]) -> None:
         """Write a file for each sample, in the folder of its label, in the order of the samples within a class."""
         for number, sample in enumerate(samples):
-            images = [(name, value) for name, value in sample.items() if find_image_type(value)]
-            labels = [value for name, value in sample.items() if isinstance(value, int)]
-            if len(images) != 1 or len(labels) > 1:
-                found = ", ".join(name for name in sample if name != KEY)
-                raise DataError(
-                    f"a sample must have one image and at most one label for format folder, but got {found}; take tar"
-                )
-            folder = f"{labels[0]:05d}/" if labels else ""
-            ending = find_image_type(images[0][1])
-            storage.write(f"{folder}{PurePosixPath(stem).name}-{number:06d}.{ending}", images[0][1])
+            image, label = _find_leaves(sample)
+            folder = f"{sample[label]:05d}/" if label else ""
+            ending = find_image_type(sample[image])
+            storage.write(f"{folder}{PurePosixPath(stem).name}-{number:06d}.{ending}", sample[image])
+
+
+def _find_leaves(sample: Sample) -> tuple[str, str]:
+    """Return the names of a sample's image and label; an empty one for no label.
+
+    Raises:
+        DataError: There is not one image, or there are several whole numbers.
+    """
+    images = [name for name, value in sample.items() if find_image_type(value)]
+    labels = [name for name, value in sample.items() if isinstance(value, int)]
+    if len(images) != 1 or len(labels) > 1:
+        found = ", ".join(name for name in sample if name != KEY)
+        raise DataError(
+            f"a sample must have one image and at most one label for format folder, but got {found}; take tar"
+        )
+    return images[0], labels[0] if labels else ""

@@ -46,12 +46,13 @@ def find_index(place: Place, name: str, sequence_length: int | None) -> Index:
     Raises:
         DataError: Files are missing, changed since the index was made, damaged, or of no format.
     """
-    files = place.list_files()
     storage, folder = place.storage, place.index_folder
     if storage.find(f"{folder}/{MANIFEST}") is None:
+        files = place.list_files()
         return scan_files(place, files, find_format(name, files, sequence_length))
     blocks = storage.read(f"{folder}/{BLOCKS}")
     manifest = DataManifest.from_json(storage.read(f"{folder}/{MANIFEST}"), blocks, str(place))
+    files = place.list_files([file.path for file in manifest.files])
     if name not in ("auto", manifest.format):
         raise DataError(
             f"the format of {place} must be {manifest.format}, as its index says, but got {name}; leave it out, or "

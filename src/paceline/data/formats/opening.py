@@ -1,6 +1,7 @@
 """Place of a data set: the storage and the files that are meant."""
 
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
@@ -13,10 +14,13 @@ from paceline.data.storage import (
     open_storage,
     open_store,
 )
+from paceline.data.storage.base import NoListError
 from paceline.errors import DataError
 
 INDEX_FOLDER = ".paceline"
 """Folder beside the files that holds their index."""
+_NUM_LOOK_UPS = 16
+"""Number of files that are looked up at once."""
 
 
 class Place(NamedTuple):
@@ -36,8 +40,11 @@ class Place(NamedTuple):
     def __str__(self) -> str:
         return f"{self.storage.url}/{self.name}" if self.name else self.storage.url
 
-    def list_files(self) -> list[FileInfo]:
+    def list_files(self, known: Sequence[str] = ()) -> list[FileInfo]:
         """Return its files, without hidden ones.
+
+        Args:
+            known: Paths of files, which are looked up where the storage lists none.
 
         Raises:
             DataError: There are none.
@@ -45,7 +52,13 @@ class Place(NamedTuple):
         if self.name:
             found = [file] if (file := self.storage.find(self.name)) else []
         else:
-            listed = self.storage.list_files()
+            try:
+                listed = self.storage.list_files()
+            except NoListError:
+                if not known:
+                    raise
+                with ThreadPoolExecutor(_NUM_LOOK_UPS) as pool:
+                    listed = [file for file in pool.map(self.storage.find, known) if file]
             found = [file for file in listed if not any(part.startswith(".") for part in file.path.split("/"))]
         if not found:
             raise DataError(f"{self} must hold files of data, but there are none; check the path")

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.data.formats import find_format
+from paceline.data.formats import Format, find_format
 from paceline.data.formats.index import write_index
 from paceline.data.formats.leaves import KEY, Sample, decode_leaves, encode_leaves, flatten, nest
 from paceline.data.formats.manifest import DataManifest
@@ -30,6 +30,8 @@ from paceline.errors import DataError, SettingsError
 
 PART_SAMPLES = 1024
 """Samples of the input that are read, given to hooks and kept as one part."""
+_TRIED_SAMPLES = 64
+"""Samples of a part that are encoded to learn the size of the output's files."""
 _LENGTHS = struct.Struct("<II")
 _WORK = f"{INDEX_FOLDER}/prepare"
 _BALANCE = 1.1
@@ -50,6 +52,21 @@ class Prepared:
     """Samples of the output."""
     balance: tuple[float, float]
     """Bytes, and number of samples, of the largest shard over those of the smallest."""
+    left_out: Sequence[str]
+    """Names of leaves that the format does not hold."""
+
+
+@dataclass(frozen=True)
+class _KeptPart:
+    """Samples of the input that have been read and kept."""
+
+    sizes: NDArray[np.int64]
+    """Size of each sample as it is kept."""
+    kept_bytes: int
+    """Size of some of them beyond the first one, as they are kept."""
+    file_bytes: int
+    """Size of the same in a file of the output's format."""
+    left_out: Sequence[str]
 
 
 def prepare(
@@ -68,7 +85,7 @@ def prepare(
         source: Samples to convert.
         out: Folder for the shards, which must be empty or hold an unfinished conversion of the same.
         format: Name of the output's format.
-        shard_bytes: Size of a shard, about.
+        shard_bytes: Size of a shard's file, about.
         num_processes: Number of processes that read, convert and write.
         hook: Function that makes samples of each 1,024 samples.
         hook_name: Name of the hook, by which an unfinished conversion is told from others.
@@ -81,29 +98,34 @@ def prepare(
     identity = {"data": source.fingerprint, "format": format, "shard_bytes": shard_bytes, "hook": hook_name}
     storage = _open_out(out, identity)
     parts = range(-(-len(source) // PART_SAMPLES))
-    read = partial(_read_part, source, storage, hook)
-    sizes = [np.frombuffer(content, dtype="<i8") for content in map_in_processes(read, parts, num_processes)]
-    ends = np.cumsum([len(part) for part in sizes])
-    all_sizes = np.concatenate(sizes)
-    if not len(all_sizes):
+    read = partial(_read_part, source, storage, form, hook)
+    found = list(map_in_processes(read, parts, num_processes))
+    sizes = np.concatenate([part.sizes for part in found])
+    if not len(sizes):
         raise DataError(f"samples must be left for {out}, but the hook has left none of {len(source)}; change it")
-    shards = plan_shards(all_sizes, shard_bytes, keeps_order=form.is_one_shard or form.is_strided)
-    write = partial(_write_shard, storage, format, ends, shards)
+    kept_bytes, file_bytes = (
+        sum(numbers) for numbers in zip(*((p.kept_bytes, p.file_bytes) for p in found), strict=True)
+    )
+    wanted = shard_bytes * kept_bytes / file_bytes if kept_bytes and file_bytes else shard_bytes
+    shards = plan_shards(sizes, wanted, keeps_order=form.is_one_shard or form.is_strided)
+    write = partial(_write_shard, storage, format, np.cumsum([len(part.sizes) for part in found]), shards)
     list(map_in_processes(write, range(len(shards)), num_processes))
     place = open_place(storage)
     form.finish(storage, place.list_files())
     manifest = write_index(place, format, num_processes=num_processes)
     shutil.rmtree(out / _WORK)
-    by_bytes = [int(all_sizes[shard].sum()) for shard in shards]
+    files = [file.num_bytes for file in manifest.files]
+    by_bytes = [int(sizes[shard].sum()) for shard in shards] if form.is_one_shard else files
     return Prepared(
         manifest,
         len(source),
-        len(all_sizes),
+        len(sizes),
         (max(by_bytes) / max(1, min(by_bytes)), max(map(len, shards)) / min(map(len, shards))),
+        sorted({name for part in found for name in part.left_out}),
     )
 
 
-def plan_shards(sizes: NDArray[np.int64], shard_bytes: int, *, keeps_order: bool = False) -> list[NDArray[np.int64]]:
+def plan_shards(sizes: NDArray[np.int64], shard_bytes: float, *, keeps_order: bool = False) -> list[NDArray[np.int64]]:
     """Return the samples of each shard, in their order.
 
     Shards have the same number of samples, but for one. Samples stay in their order where that balances bytes to a
@@ -153,18 +175,30 @@ def _open_out(out: Path, identity: dict[str, Any]) -> LocalStorage:
     return storage
 
 
-def _read_part(source: FileSource, storage: LocalStorage, hook: Hook | None, number: int) -> bytes:
-    """Keep the samples of a part of the input, after the hook, and return their sizes."""
+def _read_part(source: FileSource, storage: LocalStorage, form: Format, hook: Hook | None, number: int) -> _KeptPart:
+    """Keep the samples of a part of the input, after the hook.
+
+    Some of them are encoded as the output will be, so that a format that cannot hold them says so at once, and the
+    size of its files is known.
+    """
     path = f"{_WORK}/part-{number:06d}"
     if storage.find(f"{path}.sizes") is None:
         indices = np.arange(number * PART_SAMPLES, min((number + 1) * PART_SAMPLES, len(source)))
-        samples: Iterable[Sample] = source.read_leaves(indices)
+        samples: list[Sample] = source.read_leaves(indices)
         if hook is not None:
-            samples = map(flatten, hook([nest(sample) for sample in samples]))
+            samples = [flatten(sample) for sample in hook([nest(sample) for sample in samples])]
+        some = samples[:: max(1, -(-len(samples) // _TRIED_SAMPLES))]
+        facts = {
+            "kept_bytes": sum(len(_pack(sample)) for sample in some[1:]),
+            "file_bytes": form.measure(some) - form.measure(some[:1]) if some else 0,
+            "left_out": sorted({name for sample in samples for name in form.list_left_out(sample)}),
+        }
         kept = [_pack(sample) for sample in samples]
         storage.write(f"{path}.samples", b"".join(kept))
+        storage.write(f"{path}.facts", json.dumps(facts).encode())
         storage.write(f"{path}.sizes", np.array([len(one) for one in kept], dtype="<i8").tobytes())
-    return storage.read(f"{path}.sizes")
+    sizes = np.frombuffer(storage.read(f"{path}.sizes"), dtype="<i8")
+    return _KeptPart(sizes, **json.loads(storage.read(f"{path}.facts")))
 
 
 def _write_shard(

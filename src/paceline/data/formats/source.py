@@ -175,7 +175,7 @@ class FileSource(Source):
             DataError: See `list_shards`.
         """
         before = self.manifest.files
-        self.manifest.check_files(self._where.list_files(), self._place)
+        self.manifest.check_files(self._where.list_files([file.path for file in before]), self._place)
         try:
             index = find_index(self._where, self.manifest.format, self._sequence_length)
         except DataError as error:

@@ -86,6 +86,11 @@ class TokenFiles(Format):
             )
         return joined.astype("<u2").tobytes()
 
+    def list_left_out(self, sample: Sample) -> list[str]:
+        """Return all leaves but the tokens."""
+        taken = "tokens" if "tokens" in sample else "input_ids"
+        return [name for name in sample if name not in (KEY, taken)]
+
 
 class TextFiles(Format):
     """Text files: with a `sequence_length` windows of their bytes, as ``tokens``; else each file one ``text``.
@@ -122,6 +127,10 @@ class TextFiles(Format):
         if len(texts) != len(samples):
             raise DataError("a sample must have one text for format text, but not each has; take jsonl")
         return "\n".join(texts).encode()
+
+    def list_left_out(self, sample: Sample) -> list[str]:
+        """Return all leaves but the text."""
+        return [name for name, value in sample.items() if name != KEY and not isinstance(value, str)]
 
 
 def _find_tokens(sample: Sample) -> np.ndarray[Any, np.dtype[Any]]:

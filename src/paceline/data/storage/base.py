@@ -55,6 +55,10 @@ Locate = Callable[[Indices], Sequence[tuple[str, int, int]]]
 """Function that returns the extents (path, start, number of bytes) that reading samples touches."""
 
 
+class NoListError(DataError):
+    """A server gives files by their names alone, and lists none."""
+
+
 def changed(url: str) -> DataError:
     """Return the error for a file that is no longer the one that was found at first."""
     return DataError(
@@ -77,7 +81,11 @@ class Storage(ABC):
 
     @abstractmethod
     def list_files(self, prefix: str = "") -> list[FileInfo]:
-        """Return the files whose path begins with `prefix`, in the order of their paths."""
+        """Return the files whose path begins with `prefix`, in the order of their paths.
+
+        Raises:
+            NoListError: The server lists nothing.
+        """
 
     @abstractmethod
     def find(self, path: str) -> FileInfo | None:

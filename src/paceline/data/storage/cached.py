@@ -1,11 +1,13 @@
 """A storage whose blocks are kept in memory and on disk, fetched ahead in the known order, and dropped by next use."""
 
+import contextlib
 import dataclasses
 import threading
 import time
 import weakref
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
+from functools import partial
 
 import numpy as np
 from blake3 import blake3
@@ -418,12 +420,19 @@ class CachedStorage(Storage):
             extents = [extent for _, part in parts for extent in part]
             at = np.repeat([begin for begin, _ in parts], [len(part) for _, part in parts])
         size = self._block_bytes
-        firsts = {path: self._register(path)[1] for path in {path for path, _, _ in extents}}
+        paths = {path for path, _, _ in extents}
+        for path in [path for path in paths if path not in self._infos][1:]:  # beside the first, which is found below
+            self._fetchers.put(partial(self._find_early, path), is_urgent=True)
+        firsts = {path: self._register(path)[1] for path in paths}
         first = np.fromiter((firsts[path] + start // size for path, start, _ in extents), np.int64, len(extents))
         ends = ((start + max(1, num) - 1) // size - start // size + 1 for _, start, num in extents)
         counts = np.fromiter(ends, np.int64, len(extents))
         offsets = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
         return np.repeat(at, counts), np.repeat(first, counts) + offsets
+
+    def _find_early(self, path: str) -> None:
+        with contextlib.suppress(PacelineError):  # whoever reads it is told
+            self.find(path)
 
     def _fetch_ahead(self, upcoming: Upcoming) -> int:
         """Begin to fetch the next blocks that are nowhere here, as far as memory allows; return their number."""

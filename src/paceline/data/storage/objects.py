@@ -1,14 +1,16 @@
 """Object stores: S3 and what speaks like it, Google Cloud Storage, Azure, and plain web servers."""
 
 import os
+import random
 import re
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from paceline.data.storage.base import FileInfo, Storage, changed
+from paceline.data.storage.base import FileInfo, NoListError, Storage, changed
 from paceline.data.storage.settings import StoreSettings
 from paceline.errors import DataError, SettingsError, StorageError, missing_extra
 
@@ -19,8 +21,6 @@ T = TypeVar("T")
 
 _CONNECT_S = 5.0
 _FIRST_PAUSE_S, _LAST_PAUSE_S = 0.1, 5.0
-_MAX_BROKEN_ANSWERS = 5
-"""Number of answers that break off or hold too little, one after the other, that are borne."""
 
 _CREDENTIALS: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "s3": (
@@ -199,17 +199,23 @@ class ObjectStorage(Storage):
                     continue
 
     def _until_whole(self, path: str, request: Callable[[], T]) -> T:
-        """Return the first answer that is whole; the client itself asks again for all but the body of a list."""
-        reason = ""
-        for _ in range(_MAX_BROKEN_ANSWERS):
+        """Return the first answer that is whole, asked for in vain for `patience_s` at most.
+
+        The client itself asks again for all but the body of a list, and an answer with too few bytes.
+        """
+        began_s, pause_s = time.monotonic(), _FIRST_PAUSE_S
+        while True:
             try:
                 return request()
             except _BrokenAnswerError as error:
                 reason = str(error)
-        raise StorageError(
-            f"{self._url}/{path} must answer in full, but broke off {_MAX_BROKEN_ANSWERS} times: {reason}; check the "
-            "network and the store"
-        )
+            if time.monotonic() - began_s + pause_s > self._settings.patience_s:
+                raise StorageError(
+                    f"{self._url}/{path} must answer in full within {self._settings.patience_s:g} s, but breaks off: "
+                    f"{reason}; check the network and the store, or raise store.patience_s"
+                )
+            time.sleep(pause_s * random.uniform(0.5, 1.0))
+            pause_s = min(2 * pause_s, _LAST_PAUSE_S)
 
     @contextmanager
     def _explained(self, path: str, verb: str) -> Iterator[None]:
@@ -229,23 +235,31 @@ class ObjectStorage(Storage):
         except (FileNotFoundError, NotFoundError):
             raise DataError(f"{url} must be readable, but the store has no such file; check the path") from None
         except (PermissionDeniedError, UnauthenticatedError, PermissionError) as error:
-            advice = _CREDENTIALS[self._scheme][0] if self._scheme in _CREDENTIALS else "the rights there"
-            raise DataError(f"{url} must allow to {verb} it, but: {_summary(error)}; check {advice}") from None
+            raise self._forbidden(url, verb, error) from None
         except PreconditionError:
             raise changed(url) from None
         except (NotSupportedError, NotImplementedError) as error:
-            raise DataError(f"{url} must be able to {verb}, but: {_summary(error)}; name each file") from None
+            raise DataError(
+                f"{url} must be able to {verb}, but: {_summary(error)}; take a server that does, such as nginx"
+            ) from None
         except (BaseError, OSError, ValueError) as error:
             if verb in ("read", "list") and re.search(r"Requested \d|body error", str(error)):
                 raise _BrokenAnswerError(_summary(error)) from None
             if verb == "list" and self._scheme.startswith("http"):
-                raise DataError(
-                    f"{url} must list its files, but: {_summary(error)}; give the URL of a file, or of its index"
+                raise NoListError(
+                    f"{url} must list its files, but: {_summary(error)}; give the URL of a file, or index the folder "
+                    "where it lies on a disk"
                 ) from None
+            if verb == "list" and re.search(r"status code: 40[13]", str(error)):
+                raise self._forbidden(url, verb, error) from None
             raise StorageError(
                 f"{url} must answer within {self._settings.patience_s:g} s, but: {_summary(error)}; check the network, "
                 "the URL and the end point, or raise store.patience_s"
             ) from None
+
+    def _forbidden(self, url: str, verb: str, error: BaseException) -> DataError:
+        advice = _CREDENTIALS[self._scheme][0] if self._scheme in _CREDENTIALS else "the rights there"
+        return DataError(f"{url} must allow to {verb} it, but: {_summary(error)}; check {advice}")
 
 
 def _open(url: str, scheme: str, settings: StoreSettings) -> "ObjectStore":
