@@ -345,7 +345,7 @@ class Replica:
         if self._stop_votes is not None:
             self._stop_votes.commit()
         if self.state.buffers is not None:
-            self.state.buffers.note()
+            self.state.end_update()
         self._times.ended_s = time.perf_counter()
         self._reduction.adapt_layout(self._times)
         if self.comparison.interval and self.num_updates % self.comparison.interval == 0:
@@ -480,7 +480,7 @@ class Replica:
         def push(is_overflown: bool) -> None:
             if sync is not None:
                 sync.before_update(replace(step, weight=0.0) if is_overflown else step)
-            self.state.is_torn = True
+            self.state.is_torn = self.state.on_undecided is None or self.state.agree_on_update()
 
         self._times.optimizer_began_s = time.perf_counter()
         stepped = self._optimizer_step.run(

@@ -13,7 +13,7 @@ from paceline.comm.group import Group
 from paceline.comm.pacing import limit_bandwidth
 from paceline.compression import AutoCodec
 from paceline.compression.codec import FeedbackDroppedWarning
-from paceline.errors import SettingsError
+from paceline.errors import CommunicationError, SettingsError
 from paceline.parallel.local import local
 from paceline.parallel.model_shard import ModelShard
 from paceline.replica.codec_chooser import CodecChange
@@ -114,6 +114,13 @@ class WorkerState:
         """Whether the optimizer has taken its step, and the rule's exchange of that step is still to be made."""
         self.buffers: BufferCopies | None = None
         """Copies of the module's buffers after the last update, for whoever goes on without lost workers."""
+        self.on_undecided: Callable[[], None] | None = None
+        """Function called before an update if it is not known whether all ranks make it; None if nobody asks.
+
+        With one, ranks say before each update that they have all it takes. So if any has made it, those that are left
+        can too, whatever happens to others; who does not hear of them makes it, and keeps the state before it as well.
+        """
+        self._undecided: CommunicationError | None = None
         self.warns_of_idleness = True
         """Whether `close` warns of a rule that never acted; a run, which knows its length, says so at its beginning."""
 
@@ -143,6 +150,27 @@ class WorkerState:
     def gradient_buffers(self) -> list[Tensor]:
         """Buffers of gradients that last from step to step; empty if autograd allocates gradients anew."""
         return self._reduction.list_buffers()
+
+    def agree_on_update(self) -> bool:
+        """Wait until all ranks have what an update takes; return that it may begin, also if some are lost."""
+        assert self.on_undecided is not None
+        try:
+            self._shard.world.barrier(name="all have their gradients")
+        except CommunicationError as error:
+            self._undecided = error
+            self.on_undecided()
+        return True
+
+    def end_update(self) -> None:
+        """Note that an update of a worker whose peers may change has ended.
+
+        Raises:
+            CommunicationError: Other ranks were lost before they said whether they can make it.
+        """
+        if self.buffers is not None:
+            self.buffers.note()
+        if self._undecided is not None:
+            raise self._undecided
 
     def close(self) -> None:
         """Lift the limit of the bandwidth, and warn, on rank 0, if the rule never acted in all updates of a loop."""

@@ -25,6 +25,7 @@ from paceline.monitor.log import EventLog
 from paceline.replica.memory import KeptReplica, MemoryState, capture_alone, digest
 from paceline.replica.optimizer_step import release_optimizer
 from paceline.replica.worker_state import BufferCopies
+from paceline.sync.every_step import EveryStep
 from paceline.sync.gossip import GossipRule
 from paceline.training.run import Run
 from paceline.training.saving import capture_progress
@@ -35,23 +36,39 @@ RunSteps = Callable[[Session], bool]
 """Function that runs the steps of a session; it returns whether the training has ended, unless workers change."""
 
 
-def can_reform(run: Run) -> str:
+def find_fixed(run: Run) -> str:
+    """Return why a run needs as many workers as it has, each in its place; empty if there may be others."""
+    return "" if run.layout.is_plain else "ranks of the layout share a model"
+
+
+def can_reform(run: Run, num_workers: int) -> str:
     """Return why the workers of a run cannot go on from memory when others are lost or join; empty if they can.
 
     Such runs start again from the newest checkpoint.
     """
+    if not run.layout.is_plain:
+        return _can_replace(run, num_workers)
     if run.sync.num_server_processes:
         return f"servers of sync {run.sync.name} have processes of their own, which cannot be replaced"
     if run.sync.is_asynchronous and not run.sync.survives_loss:
         return f"with sync {run.sync.name} workers go at their own pace"
-    if not run.layout.is_plain:
-        return "ranks of the layout share a model"
     if not run.sync.survives_loss:
         return f"sync {run.sync.name} has a state that only all its workers together know"
     if run.growth.steps:
         return "the model grows while it trains"
     if run.fixed_shares is not None:
         return "shares are given for this number of workers"
+    return ""
+
+
+def _can_replace(run: Run, num_workers: int) -> str:
+    """Return why a lost worker's part of the model cannot come from another one's memory; empty if it can."""
+    if run.layout.resolve(num_workers).size("data") < 2:
+        return "each part of the model is on one rank only, as the layout has no data axis"
+    if not isinstance(run.sync, EveryStep):
+        return f"with sync {run.sync.name} ranks with the same part of the model differ"
+    if run.sync.codec.name != "none" or run.sharded_codec is not None:
+        return "codecs keep residuals that no other rank has"
     return ""
 
 
@@ -153,7 +170,7 @@ def train_through_views(training: Training, member: Member, run_steps: RunSteps)
                 hung_ranks = error.hung_ranks if isinstance(error, PeerTimeoutError) else ()
                 accused = tuple(view.names[rank] for rank in hung_ranks)
                 member.report_loss(done, is_whole=kept.is_whole, reason=str(error), accused=accused)
-                _forget_frames(error)
+                forget_frames(error)
             except BaseException as error:
                 if group is not None:
                     group.close(error)
@@ -273,7 +290,7 @@ def _leave(
         session.replica.close()
 
 
-def _forget_frames(error: BaseException | None) -> None:
+def forget_frames(error: BaseException | None) -> None:
     """Let go of what was on the stack of an error that is dealt with: the session, and with it buffers of the model."""
     while error is not None:
         error.__traceback__, error = None, error.__cause__ or error.__context__
@@ -287,7 +304,7 @@ def _keep(session: Session, view: View) -> _Kept:
     if state.is_torn:
         return _Kept(training.step)
     if replica.dispatcher is None:
-        _count_unfinished(session)
+        count_unfinished(session)
     else:
         loader.in_hand = None  # servers know whether its step counts
     tensors, document = capture_alone(replica)
@@ -311,7 +328,7 @@ def _keep(session: Session, view: View) -> _Kept:
     )
 
 
-def _count_unfinished(session: Session) -> None:
+def count_unfinished(session: Session) -> None:
     """Count the samples of the step in which workers were lost, if its update is done here, or due."""
     training, state = session.training, session.replica.state
     num_done = state.num_updates + state.is_exchange_due - session.first_update - (training.step - session.first_step)

@@ -85,6 +85,11 @@ class Training:
     saved_step: int = -1
     """Step of the latest checkpoint since this start, which may still be written."""
 
+    @property
+    def keeps_saver(self) -> bool:
+        """Whether the saver outlives a session: not where ranks of a layout write together."""
+        return self.outlives_workers and self.run.layout.is_plain
+
 
 def start_training(
     run: Run, directory: Path, group: Group, log: EventLog, recipe: str, *, is_resumed: bool = True
@@ -116,7 +121,7 @@ def start_training(
     num_parameters = count_parameters(module)
     has_experts = any(list_mixtures(module))
     module, optimizer = prepare(run, module, splits, group, construction)
-    if run.initial is not None and construction is not None:
+    if is_resumed and run.initial is not None and construction is not None:
         load_slices(matched, module, group)
     training = Training(
         run,
@@ -136,6 +141,16 @@ def start_training(
         about_initial=matched.about if matched is not None else "",
     )
     return training, checkpoint
+
+
+def rebuild(training: Training, group: Group) -> None:
+    """Replace the module and the optimizer by new ones, without state, among the ranks of `group`.
+
+    New ranks call `start_training` instead, without a resume.
+    """
+    run, splits = training.run, training.splits
+    module, construction, _ = build_shared(run, splits, group, training.model)
+    training.module, training.optimizer = prepare(run, module, splits, group, construction)
 
 
 def find_start(training: Training) -> SavedState | None:
