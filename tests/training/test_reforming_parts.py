@@ -13,7 +13,7 @@ from paceline.compression.codec import merge_states
 from paceline.errors import CommunicationError, DataError
 from paceline.optim import SGD
 from paceline.replica import Replica
-from paceline.replica.worker_state import BufferCopies
+from paceline.replica.buffer_copies import BufferCopies
 from paceline.schedules import FunctionSchedule
 from paceline.sync import (
     ADPSGD,

@@ -22,7 +22,7 @@ class KeptPart:
 
     Args:
         step: Number of updates.
-        held: Slices of tensors that the rank holds, by name, in memory that the module may have too.
+        held: Slices of tensors that the rank holds, by name; the module of a session that has ended may share them.
         own: State of the rank's replica, as JSON; see `paceline.replica.state.describe`.
         progress: Document of what belongs to no replica.
     """
@@ -76,6 +76,10 @@ class LivingState:
             yield name, tensor
 
 
+class LostPartError(CommunicationError):
+    """A part of the state is in no rank's memory, or only after another update than the others."""
+
+
 def find_newest(steps: Sequence[Sequence[int]], peers: Sequence[Sequence[int]]) -> int:
     """Return the most advanced step of which each part of the model is left.
 
@@ -84,14 +88,14 @@ def find_newest(steps: Sequence[Sequence[int]], peers: Sequence[Sequence[int]]) 
         peers: Ranks that hold the same part as each rank, by rank.
 
     Raises:
-        CommunicationError: There is none.
+        LostPartError: There is none.
     """
     known = {step for held in steps for step in held}
     for step in sorted(known, reverse=True):
         if all(any(step in steps[other] for other in others) for others in peers):
             return step
     lost = [rank for rank, others in enumerate(peers) if not any(steps[other] for other in others)]
-    raise CommunicationError(
+    raise LostPartError(
         f"a rank with each part of the model must be left, but none is for those of ranks {lost}; all must start again"
         if lost
         else f"ranks must hold their parts after the same update, but have {[*steps]}; all must start again"

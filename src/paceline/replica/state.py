@@ -21,6 +21,7 @@ Random streams need no state: every step seeds its own from (seed, step, worker)
 is read must seed them from the sample's index.
 """
 
+import copy
 import json
 import warnings
 from collections.abc import Mapping, Sequence
@@ -118,7 +119,9 @@ def describe(replica: Replica, prefix: str = "") -> tuple[dict[str, Tensor], Doc
     )
 
 
-def keep_part(replica: Replica, step: int, progress: Document, objects: Mapping[str, Tensor]) -> KeptPart | None:
+def keep_part(
+    replica: Replica, step: int, progress: Document, objects: Mapping[str, Tensor], *, is_copied: bool
+) -> KeptPart | None:
     """Return this rank's part of the state; nothing is exchanged. Replicas must be equal, and codecs without residuals.
 
     None if slices of the optimizer's state could be joined by all ranks only.
@@ -128,6 +131,7 @@ def keep_part(replica: Replica, step: int, progress: Document, objects: Mapping[
         step: Number of updates.
         progress: Document of what belongs to no replica.
         objects: Tensors of that.
+        is_copied: Whether tensors are copied, since the module goes on; else they share its memory.
     """
     module, rank = replica.module, replica.shard.world.rank
     tensors, parameters = model_tensors(module), dict(module.named_parameters())
@@ -148,7 +152,8 @@ def keep_part(replica: Replica, step: int, progress: Document, objects: Mapping[
         "blocks": {name: held for name, p in parameters.items() if not (held := Slice.of(p)).is_whole},
         "tied": list_ties(module),
     }
-    return KeptPart(step, {name: (Slice.of(t), local(t).detach().cpu()) for name, t in named.items()}, own, progress)
+    mine = {name: (Slice.of(t), local(t).detach().to("cpu", copy=is_copied)) for name, t in named.items()}
+    return KeptPart(step, mine, copy.deepcopy(own), copy.deepcopy(progress))
 
 
 def share_parts(kept: Sequence[KeptPart], replica: Replica) -> LivingState:
@@ -159,7 +164,7 @@ def share_parts(kept: Sequence[KeptPart], replica: Replica) -> LivingState:
         replica: The new replica, cut as before.
 
     Raises:
-        CommunicationError: There is no such state.
+        LostPartError: There is no such state.
     """
     mesh, world = replica.shard.mesh, replica.shard.world
     assert mesh is not None

@@ -3,11 +3,11 @@
 import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import Size, Tensor, nn
-from torch.nn.modules.batchnorm import _NormBase
 
 from paceline.comm.group import Group
 from paceline.comm.pacing import limit_bandwidth
@@ -16,12 +16,14 @@ from paceline.compression.codec import FeedbackDroppedWarning
 from paceline.errors import CommunicationError, SettingsError
 from paceline.parallel.local import local
 from paceline.parallel.model_shard import ModelShard
+from paceline.replica.buffer_copies import BufferCopies
 from paceline.replica.codec_chooser import CodecChange
 from paceline.replica.distance import ConsensusDistance
 from paceline.replica.optimizer_mean import average_states
 from paceline.replica.optimizer_step import OptimizerStep
 from paceline.replica.parameter_average import ParameterAverage
 from paceline.replica.reduction import GradientReduction
+from paceline.replica.step_result import StepResult
 from paceline.replica.step_scalars import StopVotes
 from paceline.sync.every_step import EveryStep
 from paceline.sync.idle import find_idleness
@@ -34,38 +36,6 @@ _LEAST_UPDATES = 10
 
 class IdleRuleWarning(UserWarning):
     """A rule never acted in a loop of one's own."""
-
-
-class BufferCopies:
-    """Copies of a module's persistent buffers, such as statistics of BatchNorm, which forward changes before an update.
-
-    Only those that have changed are copied again, and statistics of norms, which torch changes without a new version.
-
-    Args:
-        module: The module.
-    """
-
-    def __init__(self, module: nn.Module) -> None:
-        persistent = module.state_dict().keys()
-        self._buffers = [buffer for name, buffer in module.named_buffers() if name in persistent]
-        self._copies = [buffer.clone() for buffer in self._buffers]
-        self._versions = [buffer._version for buffer in self._buffers]
-        norms = (layer for layer in module.modules() if isinstance(layer, _NormBase))
-        self._unversioned = {id(buffer) for layer in norms for buffer in layer.buffers()}
-
-    def note(self) -> None:
-        """Copy the present values."""
-        for place, buffer in enumerate(self._buffers):
-            if buffer._version != self._versions[place] or id(buffer) in self._unversioned:
-                self._copies[place].copy_(buffer)
-                self._versions[place] = buffer._version
-
-    def restore(self) -> None:
-        """Restore the values that were copied last."""
-        with torch.no_grad():
-            for buffer, copied in zip(self._buffers, self._copies, strict=True):
-                buffer.copy_(copied)
-        self._versions = [buffer._version for buffer in self._buffers]
 
 
 class WorkerState:
@@ -117,10 +87,14 @@ class WorkerState:
         self.on_undecided: Callable[[], None] | None = None
         """Function called before an update if it is not known whether all ranks make it; None if nobody asks.
 
-        With one, ranks say before each update that they have all it takes. So if any has made it, those that are left
-        can too, whatever happens to others; who does not hear of them makes it, and keeps the state before it as well.
+        With one, ranks say before each update that they have all it takes. So if any has heard of all, those that are
+        left make it too, whatever happens to others. Who does not hear of all makes it as well, since others may have
+        heard; but some may lack gradients, as the rank that they share a model with is lost, and then all go on from
+        the state before, if no replica of their part has made it. So the function must copy that state.
         """
         self._undecided: CommunicationError | None = None
+        self.last_result: tuple[int, StepResult] | None = None
+        """Result of the last update, with the number of updates then; None before the first."""
         self.warns_of_idleness = True
         """Whether `close` warns of a rule that never acted; a run, which knows its length, says so at its beginning."""
 
@@ -158,15 +132,17 @@ class WorkerState:
             self._shard.world.barrier(name="all have their gradients")
         except CommunicationError as error:
             self._undecided = error
-            self.on_undecided()
+            with self.buffers.restored() if self.buffers is not None else nullcontext():
+                self.on_undecided()
         return True
 
-    def end_update(self) -> None:
-        """Note that an update of a worker whose peers may change has ended.
+    def note_update(self, made: StepResult) -> None:
+        """Note that an update has ended.
 
         Raises:
-            CommunicationError: Other ranks were lost before they said whether they can make it.
+            CommunicationError: Others were lost before they said whether they can make it.
         """
+        self.last_result = (self.num_updates, made)
         if self.buffers is not None:
             self.buffers.note()
         if self._undecided is not None:

@@ -169,7 +169,7 @@ def _run_batches(session: Session) -> bool:
         try:
             with session.probe.watching(session.replica, batch):
                 result = train_step(session, batch, training.step)
-        except CommunicationError:
+        except (CommunicationError, RuntimeError):  # the latter is torch's, where it connects ranks of a layout
             session.unfinished, session.loader.in_hand = batch, None  # or leaving the loop would count it as used
             raise
         if result is None:

@@ -22,11 +22,12 @@ from paceline.elastic.member import Member
 from paceline.errors import CommunicationError, PeerTimeoutError
 from paceline.monitor.events import Warned, WorkersChanged
 from paceline.monitor.log import EventLog
+from paceline.replica.buffer_copies import BufferCopies
 from paceline.replica.memory import KeptReplica, MemoryState, capture_alone, digest
 from paceline.replica.optimizer_step import release_optimizer
-from paceline.replica.worker_state import BufferCopies
 from paceline.sync.every_step import EveryStep
 from paceline.sync.gossip import GossipRule
+from paceline.training.missing_steps import log_missing_steps, note_unfinished
 from paceline.training.run import Run
 from paceline.training.saving import capture_progress
 from paceline.training.session import Session, open_session
@@ -218,6 +219,8 @@ def _open(
         if training.run.keeps_step_copies:
             session.replica.state.keep_step_copies()
         if is_live:
+            if group.rank == 0:
+                log_missing_steps(training, training.newest_steps)
             _log_change(session, view, kept, claims, time.perf_counter() - began_s)
         yield session
 
@@ -300,13 +303,14 @@ def _keep(session: Session, view: View) -> _Kept:
     """Return what this worker has left of a session; nothing is exchanged."""
     training, replica, loader = session.training, session.replica, session.loader
     state = replica.state
-    session.rates.reset()
     if state.is_torn:
+        session.rates.reset()
         return _Kept(training.step)
     if replica.dispatcher is None:
         count_unfinished(session)
     else:
         loader.in_hand = None  # servers know whether its step counts
+    session.rates.reset()
     tensors, document = capture_alone(replica)
     replica_digest = digest(tensors, replica)
     more, progress = capture_progress(session)
@@ -332,10 +336,13 @@ def count_unfinished(session: Session) -> None:
     """Count the samples of the step in which workers were lost, if its update is done here, or due."""
     training, state = session.training, session.replica.state
     num_done = state.num_updates + state.is_exchange_due - session.first_update - (training.step - session.first_step)
-    if num_done and session.unfinished is not None:
-        training.num_samples += session.unfinished.interval.num_samples
-        session.loader.ack(session.unfinished)
+    unfinished = session.unfinished if num_done else None
+    if unfinished is not None:
+        training.num_samples += unfinished.interval.num_samples
+        session.loader.ack(unfinished)
     training.step = session.loader.step
+    if unfinished is not None:
+        note_unfinished(session, unfinished.interval.num_samples)
 
 
 def _find_mixed(session: Session, view: View) -> dict[str, int]:

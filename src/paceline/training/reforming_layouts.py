@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from paceline.checkpoint import SavedState
 from paceline.comm.group import Group
@@ -22,10 +23,11 @@ from paceline.monitor.events import WorkersChanged
 from paceline.monitor.log import EventLog
 from paceline.parallel.mesh import abandon_meshes, disconnect
 from paceline.parallel.mismatch import explain_failure
-from paceline.replica.living import KeptPart, LivingState
+from paceline.replica.buffer_copies import BufferCopies
+from paceline.replica.living import KeptPart, LivingState, LostPartError
 from paceline.replica.replica import Replica
 from paceline.replica.state import keep_part, share_parts
-from paceline.replica.worker_state import BufferCopies
+from paceline.training.missing_steps import log_missing_steps, read_steps, show_steps
 from paceline.training.reforming import count_unfinished, forget_frames
 from paceline.training.run import Run
 from paceline.training.saving import capture_progress
@@ -132,7 +134,11 @@ class LayoutMember:
 
     def _share(self, states: list[LivingState], replica: Replica) -> SavedState:
         """Return the state in memory of all ranks, and add it to `states`."""
-        states.append(share_parts(self._kept, replica))
+        try:
+            states.append(share_parts(self._kept, replica))
+        except LostPartError:  # all find it, and say so
+            self._kept = []
+            raise
         return states[0]
 
     def _begin(self, session: Session, view: View, states: list[LivingState]) -> None:
@@ -141,28 +147,32 @@ class LayoutMember:
         if not states:
             training.saved_step = training.step
         state.buffers = BufferCopies(training.module)
-        state.on_undecided = partial(self._keep, session)
+        state.on_undecided = partial(self._keep, session, is_copied=True)
         if states:
             has_kept = bool(self._kept)
-            said = [has_kept, [view.names[rank] for rank in sorted(states[0].healed)], self._names]
+            sources = [view.names[rank] for rank in sorted(states[0].healed)]
+            said = [has_kept, sources, self._names, show_steps(training)]
             self._kept = []
-            self._log_change(session, view, session.replica.shard.world.gather_documents(said, name="who was healed"))
+            everybody = session.replica.shard.world.gather_documents(said, name="who was healed")
+            if view.rank == 0:
+                log_missing_steps(training, read_steps(step for *_, steps in everybody for step in steps))
+            self._log_change(session, view, everybody)
         self._names = view.names
 
-    def _log_change(self, session: Session, view: View, said: list[tuple[bool, list[str], list[str]]]) -> None:
+    def _log_change(self, session: Session, view: View, said: list[tuple[bool, list[str], list[str], Any]]) -> None:
         healed = [
             f"{view.names[rank]} was sent its part of the model by {' and '.join(sources)}"
-            for rank, (_, sources, _) in enumerate(said)
+            for rank, (_, sources, *_) in enumerate(said)
             if sources
         ]
-        before = next((names for has_kept, _, names in said if has_kept), [])
+        before = next((names for has_kept, _, names, _ in said if has_kept), [])
         gone = [name for name in before if name not in view.names]
         session.log_event(
             WorkersChanged(
                 num_workers=view.size,
                 names=list(view.names),
                 reason=view.reason,
-                num_sent=sum(not has_kept for has_kept, _, _ in said),
+                num_sent=sum(bool(sources) for _, sources, *_ in said),
                 duration_s=time.perf_counter() - self._began_s,
                 lost=f"of {', '.join(gone)} nothing but the work after step {session.training.step}" if gone else "",
                 repaired="; ".join(healed),
@@ -171,12 +181,13 @@ class LayoutMember:
 
     def _explain(self, error: RuntimeError | CommunicationError, view: View, session: Session | None) -> PacelineError:
         """Return the error that says that others are lost; raise one that is not about that."""
-        if not isinstance(error, CommunicationError) and not is_lost_peer(error):
-            raise error
         if isinstance(error, CommunicationError) and session is None:
             return error
+        # Whatever torch says of connections that were closed under it.
         if self._member.is_broken(view.epoch, _KNOWN_WITHIN_S):
             return CommunicationError(f"a worker of epoch {view.epoch} was lost: {str(error).splitlines()[0]}")
+        if not isinstance(error, CommunicationError) and not is_lost_peer(error):
+            raise error
         mesh = session.replica.shard.mesh if session is not None else None
         if mesh is None:
             return CommunicationError(str(error))
@@ -200,15 +211,15 @@ class LayoutMember:
         if session is not None:
             session.replica.close()
 
-    def _keep(self, session: Session) -> None:
-        """Keep the present state in memory, unless an update has begun to change it."""
+    def _keep(self, session: Session, *, is_copied: bool = False) -> None:
+        """Keep the present state in memory, unless an update has begun to change it; copied, if one is about to."""
         training, replica = session.training, session.replica
         if replica.state.is_torn:
             return
         session.loader.in_hand = None
         tensors, document = capture_progress(session)
         more = {"saved_step": training.saved_step, "is_exchange_due": False, "noise": None}
-        part = keep_part(replica, training.step, document | more, tensors)
+        part = keep_part(replica, training.step, document | more, tensors, is_copied=is_copied)
         if part is not None:
             self._kept.append(part)
 

@@ -1,5 +1,6 @@
 """State of a training that stays while workers come and go: settings, model, log, checkpoints, and progress."""
 
+from collections import deque
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -11,7 +12,7 @@ from paceline.checkpoint.mirror import CheckpointMirror
 from paceline.comm.group import Group
 from paceline.data import Source, Splits
 from paceline.errors import CheckpointError
-from paceline.monitor.events import CheckpointSkipped
+from paceline.monitor.events import CheckpointSkipped, StepFinished
 from paceline.monitor.log import EventLog
 from paceline.parallel.deferred import Construction
 from paceline.parallel.mixture_of_experts import list_mixtures
@@ -82,6 +83,8 @@ class Training:
     """Whether the training goes on in memory when its workers change."""
     is_loading: bool = False
     """Whether this worker is being sent the state of another one, so that its own is not whole."""
+    newest_steps: deque[tuple[int, StepFinished]] = field(default_factory=lambda: deque(maxlen=100))
+    """Newest steps of this worker, by number, which it logs if a lost first worker has not."""
     saved_step: int = -1
     """Step of the latest checkpoint since this start, which may still be written."""
 
