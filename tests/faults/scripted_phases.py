@@ -36,11 +36,12 @@ class Script:
     def enter(self, phase, step):
         """Do what the script says of this phase of the step after `step` updates."""
         rank = self.replica.shard.world.rank
-        for number, (dying, at, when, held, reached) in enumerate(self.lines):
-            if at != step or (self.folder / f"killed-{number}-{dying}-{when}").exists():
-                continue
+        lines = [(number, line) for number, line in enumerate(self.lines) if line[1] == step]
+        lines = [(n, line) for n, line in lines if not (self.folder / f"killed-{n}-{line[0]}-{line[2]}").exists()]
+        for number, (*_, held, reached) in lines:
             if [rank, phase] in held + reached:
                 self.mark("reached", number, rank, phase)
+        for number, (dying, _, when, held, reached) in lines:
             if [rank, phase] in held:
                 assert self.is_broken.wait(60), "nobody was lost"
             if [rank, phase] == [dying, when]:
