@@ -97,8 +97,8 @@ if not hasattr(Replica, "is_scripted"):
         real_init(self, *args, **kwargs)
         SCRIPT.watch(self)
 
-    def break_off(group):
-        real_break(group)
+    def break_off(*arguments):
+        real_break(*arguments)
         SCRIPT.is_broken.set()
 
     Replica.__init__, reforming_layouts._break_off = start, break_off

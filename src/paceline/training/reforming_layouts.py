@@ -18,7 +18,7 @@ from paceline.comm.membership import CHANGE, Membership
 from paceline.comm.torch_group import is_lost_peer
 from paceline.elastic.facts import View
 from paceline.elastic.member import Member
-from paceline.errors import CommunicationError, PacelineError
+from paceline.errors import CommunicationError, PacelineError, PeerTimeoutError
 from paceline.monitor.events import WorkersChanged
 from paceline.monitor.log import EventLog
 from paceline.parallel.mesh import abandon_meshes, disconnect
@@ -27,6 +27,7 @@ from paceline.replica.buffer_copies import BufferCopies
 from paceline.replica.living import KeptPart, LivingState, LostPartError
 from paceline.replica.replica import Replica
 from paceline.replica.state import keep_part, share_parts
+from paceline.replica.worker_state import WorkerState
 from paceline.training.missing_steps import log_missing_steps, read_steps, show_steps
 from paceline.training.reforming import count_unfinished, forget_frames
 from paceline.training.run import Run
@@ -36,6 +37,8 @@ from paceline.training.training import Training, rebuild, start_training
 
 _KNOWN_WITHIN_S = 3.0
 """Time in which the launcher notices that a worker has died."""
+_UPDATE_WITHIN_S = 1.0
+"""Time that an update has to end when others are lost."""
 
 
 class LayoutMember:
@@ -59,6 +62,8 @@ class LayoutMember:
         """Parts of the state that this worker has in memory, while it trains with nobody."""
         self._names: tuple[str, ...] = ()
         """Workers of the session before."""
+        self._state: WorkerState | None = None
+        """State of the present session; None before the first step of the first one."""
         self._began_s = time.perf_counter()
         self._requests = Membership()
 
@@ -79,6 +84,9 @@ class LayoutMember:
                 if ended is not None:
                     return ended
 
+    def _is_updating(self) -> bool:
+        return self._state is not None and self._state.is_torn
+
     @contextmanager
     def _closing(self) -> Iterator[None]:
         try:
@@ -93,7 +101,7 @@ class LayoutMember:
         try:
             group = member.open_group(view, self._device, self._run.timeout_s, "auto")
             group.leave_losses_to_supervisor()
-            member.call_when_broken(view.epoch, partial(_break_off, group))
+            member.call_when_broken(view.epoch, partial(_break_off, group, self._is_updating))
             if self._requests.stop_requested_by:
                 group.membership.request_stop(self._requests.stop_requested_by)
             state = self._build(view, group)
@@ -110,7 +118,9 @@ class LayoutMember:
             self._leave(session, group, lost)
             forget_frames(error)
             done = max((part.step for part in self._kept), default=0)
-            member.report_loss(done, is_whole=bool(self._kept), reason=str(lost))
+            hung_ranks = error.hung_ranks if isinstance(error, PeerTimeoutError) else ()
+            accused = tuple(view.names[rank] for rank in hung_ranks)
+            member.report_loss(done, is_whole=bool(self._kept), reason=str(lost), accused=accused)
             if session is not None and session.membership.stop_requested_by not in ("", CHANGE):
                 self._requests.request_stop(session.membership.stop_requested_by)
             return None
@@ -146,7 +156,7 @@ class LayoutMember:
         state, training = session.replica.state, session.training
         if not states:
             training.saved_step = training.step
-        state.buffers = BufferCopies(training.module)
+        self._state, state.buffers = state, BufferCopies(training.module)
         state.on_undecided = partial(self._keep, session, is_copied=True)
         if states:
             has_kept = bool(self._kept)
@@ -224,7 +234,14 @@ class LayoutMember:
             self._kept.append(part)
 
 
-def _break_off(group: Group) -> None:
-    """End operations with workers that are lost, in another thread than that of training."""
+def _break_off(group: Group, is_updating: Callable[[], bool]) -> None:
+    """End operations with workers that are lost, in another thread than that of training.
+
+    An update that has begun is left to its end: where ranks share the optimizer, they exchange what they have updated,
+    and those of a replica that is whole can.
+    """
+    deadline_s = time.monotonic() + _UPDATE_WITHIN_S
+    while is_updating() and time.monotonic() < deadline_s:
+        time.sleep(0.01)
     group.close(CommunicationError("a worker was lost"))
     disconnect()
