@@ -143,7 +143,7 @@ def die_in(phase, step):
     elif phase == "save":
         patch(saving, "describe", lambda replica: replica.num_updates == step + 1)
     elif phase == "evaluate":
-        patch(loop, "_evaluate", lambda session, _: session.training.step == step + 1)
+        patch(held_out, "_evaluate", lambda session, _: session.training.step == step + 1)
 
 
 def note_samples(folder, name):
