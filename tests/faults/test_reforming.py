@@ -28,7 +28,7 @@ from paceline.replica.optimizer_step import OptimizerStep
 from paceline.schedules import Linear
 from paceline.sync.outer_parameters import OuterParameters
 from paceline.testing import run_processes
-from paceline.training import Classification, Model, Run, loop, saving, train
+from paceline.training import Classification, Model, Run, held_out, loop, saving, train
 
 NUM_STEPS, NUM_SAMPLES, GLOBAL_BATCH = 9, 50, 12
 LOST_STEP = 5
