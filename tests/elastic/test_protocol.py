@@ -261,3 +261,51 @@ def test_a_coordinator_that_is_made_again_starts_who_was_not_started_and_gives_a
     assert kill == Kill("w0", "it stood still")
     assert others[-2:] == [announce, AskForBoundary(0)]
     assert [action.name for action in others[:-2]] == [name for name in coordinator.workers if name != "w0"]
+
+
+FIXED = "ranks of the layout share a model"
+
+
+def begin_in_places(target, **settings):
+    coordinator = Coordinator(MembershipSettings(target, **settings))
+    for action in coordinator.begin():
+        coordinator.handle(Ready(action.name, fixed=FIXED))
+    return coordinator
+
+
+def test_a_place_that_must_be_taken_waits_for_its_new_worker():
+    coordinator = begin_in_places(4)
+    assert coordinator.handle(Died("w1", "killed", "w1 was killed")) == [StartWorker("w1.2", 1)]
+    for name in ("w0", "w2", "w3"):
+        assert coordinator.handle(Voted(name, 0, 7, lost="w1 was killed")) == [], "three of four cannot train"
+    (announce,) = coordinator.handle(Ready("w1.2", fixed=FIXED))
+    view = announce.view
+    assert (view.names, view.previous, view.step) == (("w0", "w1.2", "w2", "w3"), (0, None, 2, 3), 7)
+
+
+def test_a_spare_takes_a_place_at_once_and_nobody_else_moves():
+    coordinator = begin_in_places(2, num_spares=1)
+    coordinator.handle(Ready("w2", fixed=FIXED))
+    coordinator.handle(Died("w0", "killed", "w0 was killed"))
+    (announce,) = coordinator.handle(Voted("w1", 0, 7, lost="w0 was killed"))
+    assert announce.view.names == ("w2", "w1")
+
+
+def test_nobody_waits_for_a_place_that_nobody_takes():
+    coordinator = begin_in_places(2, max_restarts=1)
+    (started,) = coordinator.handle(Died("w1", "killed", "w1 was killed"))
+    assert coordinator.handle(Voted("w0", 0, 7, lost="w1 was killed")) == []
+    (started,) = coordinator.handle(Died(started.name, "killed", "it was killed too"))
+    assert coordinator.handle(Died(started.name, "killed", "it was killed too")) == [RestartAll("w1 was killed")]
+
+
+def test_too_few_places_left_start_again_together():
+    coordinator = begin_in_places(4)
+    for name in ("w1", "w2", "w3"):
+        coordinator.handle(Died(name, "killed", f"{name} was killed"))
+    assert RestartAll("w1 was killed; w2 was killed; w3 was killed") in coordinator.handle(Voted("w0", 0, 7, lost="w1"))
+
+
+def test_workers_with_places_of_their_own_are_as_many_as_before():
+    coordinator = begin_in_places(2)
+    assert AskForBoundary(0) not in coordinator.handle(Scaled(3))

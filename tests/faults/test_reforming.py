@@ -28,7 +28,7 @@ from paceline.replica.optimizer_step import OptimizerStep
 from paceline.schedules import Linear
 from paceline.sync.outer_parameters import OuterParameters
 from paceline.testing import run_processes
-from paceline.training import Classification, Model, Run, loop, saving, train
+from paceline.training import Classification, Model, Run, held_out, loop, saving, train
 
 NUM_STEPS, NUM_SAMPLES, GLOBAL_BATCH = 9, 50, 12
 LOST_STEP = 5
@@ -143,7 +143,7 @@ def die_in(phase, step):
     elif phase == "save":
         patch(saving, "describe", lambda replica: replica.num_updates == step + 1)
     elif phase == "evaluate":
-        patch(loop, "_evaluate", lambda session, _: session.training.step == step + 1)
+        patch(held_out, "_evaluate", lambda session, _: session.training.step == step + 1)
 
 
 def note_samples(folder, name):

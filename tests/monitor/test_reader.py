@@ -8,6 +8,7 @@ from story import make_record, make_start, make_step, tell_run
 from paceline.monitor import (
     CheckpointSaved,
     Evaluated,
+    Event,
     EventError,
     EventLog,
     Failed,
@@ -23,6 +24,8 @@ from paceline.monitor import (
     summarise,
     to_json,
 )
+from paceline.monitor.events import RolledBack
+from paceline.monitor.reader import find_last_step
 
 FINISH = RunFinished(held_out_loss=0.5, metrics={}, duration_s=9.0, samples_per_s=10.0)
 
@@ -187,3 +190,23 @@ def test_a_whole_run_can_be_summarised(tmp_path: Path) -> None:
     assert [one.step for one in summary.evaluations] == list(range(8, 81, 8))
     assert summary.num_lost_steps == 10
     assert summary.state == "finished"
+
+
+@pytest.mark.parametrize(
+    ("events", "step"),
+    [
+        ([], -1),
+        ([(make_start(), 0)], 0),
+        ([(make_start(), 0), (make_step(1, loss=1.0), 1), (make_step(2, loss=1.0), 2), (evaluated(1.0), 2)], 2),
+        ([(make_step(9, loss=1.0), 9), (make_start(start_step=4, resumed_from="step-4"), 4)], 4),
+        ([(make_step(9, loss=1.0), 9), (RolledBack(checkpoint="step-4", from_step=9, skipped_steps=[]), 4)], 4),
+    ],
+)
+def test_a_log_goes_on_after_its_last_step(tmp_path: Path, events: list[tuple[Event, int]], step: int) -> None:
+    path = tmp_path / "events.jsonl"
+    with EventLog(path, run="r", rank=0) as log:
+        for event, at in events:
+            log.write(event, step=at)
+    with path.open("a") as file:
+        file.write('{"kind": "step_fin')
+    assert find_last_step(path) == step

@@ -13,7 +13,7 @@ from paceline.compression.codec import merge_states
 from paceline.errors import CommunicationError, DataError
 from paceline.optim import SGD
 from paceline.replica import Replica
-from paceline.replica.worker_state import BufferCopies
+from paceline.replica.buffer_copies import BufferCopies
 from paceline.schedules import FunctionSchedule
 from paceline.sync import (
     ADPSGD,
@@ -37,7 +37,7 @@ from paceline.sync.reducers import DenseReducer
 from paceline.training.evaluate import evaluate
 from paceline.training.objective import Classification
 from paceline.training.rates import Rates
-from paceline.training.reforming import can_reform
+from paceline.training.reforming import can_reform, find_fixed
 
 SYNCS = [EveryStep(), EveryStep(codec=TopK()), EveryStep(codec=AutoCodec()), LocalSGD(), DiLoCo(), StreamingDiLoCo()]
 SYNCS += [Scaffold(), EASGD(), HierarchicalLocalSGD(), AdaptiveLocalSGD(), DPSGD(), ChocoSGD(), PushSum()]
@@ -47,7 +47,7 @@ SYNCS += [ADPSGD(), EASGD(asynchronous=True)]
 
 @pytest.mark.parametrize("sync", SYNCS, ids=lambda sync: sync.name)
 def test_these_rules_go_on(sync):
-    assert not can_reform(make_run(sync=sync))
+    assert not can_reform(make_run(sync=sync), 2)
 
 
 @pytest.mark.parametrize(
@@ -56,12 +56,26 @@ def test_these_rules_go_on(sync):
         ({"sync": ASGD(placement="own")}, "processes of their own"),
         ({"sync": ParameterServer(host_size=2)}, "sync parameter_server has a state"),
         ({"sync": ParameterServer(num_servers=2, num_backups=1)}, "own pace"),
-        ({"layout": {"sharded": 2}}, "share a model"),
+        ({"layout": {"sharded": 2}}, "no data axis"),
         ({"shares": [1.0, 2.0]}, "shares are given"),
     ],
 )
 def test_others_say_why_not(changes, reason):
-    assert reason in can_reform(make_run(**changes))
+    assert reason in can_reform(make_run(**changes), 2)
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({}, ""),
+        ({"sync": LocalSGD()}, "with sync local_sgd ranks with the same part of the model differ"),
+        ({"sync": EveryStep(codec=TopK())}, "codecs keep residuals"),
+    ],
+)
+def test_layouts_with_replicas_keep_their_places(changes, reason):
+    run = make_run(layout={"sharded": 2}, **changes)
+    assert find_fixed(run) == "ranks of the layout share a model"
+    assert can_reform(run, 4) == reason or (reason and reason in can_reform(run, 4))
 
 
 def test_a_signal_counts_more_than_a_change_of_workers():

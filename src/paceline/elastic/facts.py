@@ -19,14 +19,14 @@ class View:
 
     epoch: int
     rank: int
-    """Rank of the worker. Rank 0 has the most advanced whole state, and sends it."""
+    """Rank of the worker. Rank 0 has the most advanced whole state, and sends it, unless places are fixed."""
     size: int
     names: tuple[str, ...]
     """Stable names of the workers, by rank."""
     previous: tuple[int | None, ...]
     """Ranks in the epoch before, by rank; None for a new worker, without state."""
     step: int
-    """Number of updates of rank 0's state; -1 if no worker has one, so that the newest checkpoint is loaded."""
+    """Updates of the most advanced state; -1 if no worker has one, so that the newest checkpoint is loaded."""
     reason: str
     """Reason of the change in words: who was lost, joined or left."""
 
@@ -38,6 +38,8 @@ class Ready:
     name: str
     obstacle: str = ""
     """Reason why workers of this run cannot go on in another group; empty if they can."""
+    fixed: str = ""
+    """Reason why there must always be as many workers, each of which has a place of its own; empty if not."""
 
 
 @dataclass(frozen=True)

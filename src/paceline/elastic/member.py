@@ -74,6 +74,13 @@ class Member(ABC):
     def change_is_pending(self) -> bool:
         """Return whether workers join or leave at the next step boundary; it costs nothing."""
 
+    def call_when_broken(self, epoch: int, call: Callable[[], None]) -> None:
+        """Call a function, in another thread, once a worker of an epoch is known to be lost; by default never."""
+
+    def is_broken(self, epoch: int, within_s: float) -> bool:
+        """Return whether a worker of an epoch is known to be lost, or is so within a time; by default none is."""
+        return False
+
     @abstractmethod
     def at_boundary(self, step: int) -> None:
         """Say that this worker has stopped after `step` updates, as all of its epoch have; then call `next_view`."""
@@ -103,6 +110,8 @@ class Status:
     """Workers that hang by its verdict."""
     obstacle: str = ""
     """Reason why it could not go on in another group."""
+    fixed: str = ""
+    """Reason why there must always be as many workers."""
     is_leaving: bool = False
     """Whether the worker asks to leave."""
     still_s: float = 0.0
@@ -125,6 +134,7 @@ class StoreMember(Member):
             not hold up what this worker says.
         name: Name of the worker.
         obstacle: Reason why workers of this run cannot go on in another group; empty if they can.
+        fixed: Reason why there must always be as many workers; empty if there may be others.
         connect_group: Function that opens the connection for groups; by default `connect`.
         is_abandoned: Function that says whether the launcher is gone, and nobody took its place in time.
         absence_s: Time for which the launcher may be gone.
@@ -136,6 +146,7 @@ class StoreMember(Member):
         name: str,
         *,
         obstacle: str = "",
+        fixed: str = "",
         connect_group: Callable[[], Store] | None = None,
         is_abandoned: Callable[[], bool] = lambda: False,
         absence_s: float = 0.0,
@@ -144,9 +155,11 @@ class StoreMember(Member):
         self._store: Store = PrefixStore("control", connect())
         self._group_store = (connect_group or connect)()
         self._is_abandoned, self._absence_s = is_abandoned, absence_s
-        self._status = Status(obstacle=obstacle)
+        self._status = Status(obstacle=obstacle, fixed=fixed)
         self._changing = -1
         """Epoch of the last announced change; a number, since a beat may still tell of the one before."""
+        self._on_broken: dict[int, Callable[[], None]] = {}
+        """Function to call when an epoch is found broken, by epoch."""
         self._is_leaving = False
         self._lock = RLock()
         self._closed = Event()
@@ -275,9 +288,26 @@ class StoreMember(Member):
                 if replace(now, beat=before.beat) != before or now.beat == 1:
                     self._store.add("mail", 1)
 
+    def call_when_broken(self, epoch: int, call: Callable[[], None]) -> None:
+        """Note the function; an older epoch's is forgotten."""
+        self._on_broken = {epoch: call}
+
+    def is_broken(self, epoch: int, within_s: float) -> bool:
+        """Look for it again and again."""
+        deadline_s = time.monotonic() + within_s
+        while True:
+            change = self._insist(lambda: self._read("change"))
+            if change is not None and change["epoch"] == epoch and change["is_broken"]:
+                return True
+            if time.monotonic() > deadline_s:
+                return False
+            time.sleep(POLL_S)
+
     def _look_for_change(self) -> None:
         if (change := self._read("change")) is not None:
             self._changing = change["epoch"]
+            if change["is_broken"] and (call := self._on_broken.pop(change["epoch"], None)) is not None:
+                start_thread(call, name="paceline-break-off")
 
     def _keep_beating(self) -> None:
         began_s = time.monotonic()

@@ -97,6 +97,8 @@ class Coordinator:
         """Number of workers that each other machine offers; 0 if its workers are leaving."""
         self.obstacle = ""
         """Reason why workers of this run cannot go on in another group; empty if they can."""
+        self.fixed = ""
+        """Reason why there must always be as many workers, each in its place: a lost one's is its replacement's."""
         self.is_restarting = False
         """Whether all processes are being ended."""
         self.is_over = False
@@ -163,6 +165,7 @@ class Coordinator:
             case Ready() if worker:
                 worker.is_ready = True
                 self.obstacle = self.obstacle or fact.obstacle
+                self.fixed = self.fixed or fact.fixed
             case Voted() if worker and fact.epoch == self.epoch and fact.name in self.members:
                 worker.vote = worker.vote or fact
             case LeaveAsked() if worker:
@@ -314,7 +317,7 @@ class Coordinator:
         return bool(self.members) and len(self._list_votes()) == len(self.members)
 
     def _wants_change(self, joiners: list[str]) -> bool:
-        if self.is_stopping or self._is_ending or self.obstacle:
+        if self.is_stopping or self._is_ending or self.obstacle or self.fixed:
             return False
         num_leaving = sum(self.workers[name].is_leaving for name in self.members)
         can_leave = bool(joiners) or num_leaving < len(self.members)
@@ -335,11 +338,19 @@ class Coordinator:
         reports = [f"{vote.name}: {vote.lost}" for vote in votes if vote.lost]  # where nobody is known to be lost
         reason = "; ".join(dict.fromkeys(list(self._lost.values()) or reports))
         min_workers = self.settings.min_workers or -(-len(self.view.names) // 2)
+        if self.fixed and len(self.members) + len(joiners) < len(self.view.names) and not self._is_ending:
+            is_hopeless = self._num_stillborn > self.settings.max_restarts or (
+                self.is_stopping and not self._list_idle()
+            )
+            can_wait = len(votes) >= min_workers and any(vote.is_whole for vote in votes) and not is_hopeless
+            return [] if can_wait else self._restart(reason)
         if self.is_broken:
             most = max([vote.step for vote in votes if vote.is_whole], default=-1)
             if self._is_ending or len(votes) < min_workers or most < 0 or self._count_failure(most):
                 return self._restart(reason)
         best = max(vote.step for vote in votes if vote.is_whole)
+        if self.fixed:
+            return self._announce(self._fill_places(joiners), best, reason)
         first = min(
             (vote.name for vote in votes if vote.is_whole and vote.step == best),
             # of those that stay, here if there is one, the one of the lowest rank
@@ -350,6 +361,12 @@ class Coordinator:
         names = [first, *staying][:size]
         names += joiners[: size - len(names)] if not self.is_stopping else []
         return self._announce(names, best, reason)
+
+    def _fill_places(self, joiners: list[str]) -> list[str]:
+        """Return the names of the next epoch: new workers in the places of lost ones, the others where they were."""
+        assert self.view is not None
+        members, new = self.members, list(joiners)
+        return [name if name in members else new.pop(0) for name in self.view.names]
 
     def _announce(self, names: list[str], step: int, reason: str) -> list[Action]:
         """Begin the next epoch with these workers."""

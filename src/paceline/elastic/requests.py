@@ -96,9 +96,9 @@ class RequestBox:
     def _find_fact(self, asked: dict[str, object], coordinator: Coordinator) -> Fact:
         if coordinator.view is None:
             raise SettingsError("workers must have begun to train before they change, but they are starting; try again")
-        if coordinator.obstacle:
+        if why := coordinator.obstacle or coordinator.fixed:
             raise SettingsError(
-                f"workers of this run must stay the same, but got a request to change them: {coordinator.obstacle}; "
+                f"workers of this run must stay the same, but got a request to change them: {why}; "
                 "stop the run, and resume it with --workers"
             )
         leaver, target = asked.get("leave"), asked.get("target")

@@ -298,7 +298,7 @@ class Supervisor:
         if worker is None:
             return
         if status.phase == "ready" and not worker.is_ready:
-            self._feed(Ready(name, status.obstacle))
+            self._feed(Ready(name, status.obstacle, status.fixed))
         if status.is_leaving and not worker.is_leaving:
             self._feed(LeaveAsked(name, self._notice_s))
         if status.phase in ("lost", "boundary") and status.epoch == self.coordinator.epoch and worker.vote is None:

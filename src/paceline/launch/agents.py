@@ -251,9 +251,8 @@ class SpreadWorkforce(Workforce):
         if coordinator.view is None:  # it is not known yet whether workers may join
             return []
         free = self._most_workers - coordinator.target
-        reason = coordinator.obstacle and (
-            f"workers of this run must stay the same, but {offer.num_workers} more were offered: {coordinator.obstacle}"
-        )
+        why = coordinator.obstacle or coordinator.fixed
+        reason = why and (f"workers of this run must stay the same, but {offer.num_workers} more were offered: {why}")
         if not reason and offer.num_workers > free:
             reason = (
                 f"--workers must be at most {free}, as the run has {coordinator.target} and can have "

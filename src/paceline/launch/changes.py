@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from paceline.comm.control import ControlServer
 from paceline.errors import SettingsError
 from paceline.launch.scaling import PolicySettings
-from paceline.training.reforming import can_reform
+from paceline.training.reforming import can_reform, find_fixed
 from paceline.training.run import Run
 
 
@@ -38,7 +38,7 @@ class Changes:
         """
         options = {"--listen": self.listen, "--notice_s": self.notice_s, "--scale_policy": self.scaling}
         given = [name for name, value in options.items() if value is not None]
-        if given and (obstacle := can_reform(find_run())):
+        if given and (obstacle := find_fixed(run := find_run()) or can_reform(run, 2)):
             raise SettingsError(
                 f"{given[0]} must be given for a run whose workers may change, but {obstacle}; leave it out"
             )

@@ -35,7 +35,7 @@ from paceline.registry import explain
 from paceline.replica.step_result import UnusedParametersWarning
 from paceline.training.log_events import log_failure
 from paceline.training.loop import serve, train
-from paceline.training.reforming import can_reform
+from paceline.training.reforming import can_reform, find_fixed
 from paceline.training.run import Run
 from paceline.training.run_file import RunFile
 
@@ -170,11 +170,13 @@ def _join_and_work(
         PROGRESS.hang_timeout_s = file.run.get("hang_timeout_s")
         # What is exchanged is where the parameters are.
         device = torch.device("cpu") if offload == "parameters" else default_device()
-        obstacle = can_reform(load_run(file)) if device.type == "cpu" else "going on from memory is for CPUs only yet"
+        run, num_workers = load_run(file), int(os.environ["WORLD_SIZE"])
+        obstacle = can_reform(run, num_workers) if device.type == "cpu" else "going on from memory is for CPUs only yet"
         member = StoreMember(
             connect,
             name,
             obstacle=obstacle,
+            fixed=find_fixed(run),
             connect_group=partial(connect, patience_s=absence_s),
             is_abandoned=is_abandoned,
             absence_s=absence_s,

@@ -30,6 +30,7 @@ from paceline.monitor.events import (
     Preempted,
     Record,
     Restarted,
+    RolledBack,
     RunFinished,
     RunStarted,
     SharesChanged,
@@ -106,6 +107,24 @@ def follow(
                 return
             on_pause()
             stop.wait(poll_s)
+
+
+_TAIL_BYTES = 1 << 20
+
+
+def find_last_step(path: str | os.PathLike[str]) -> int:
+    """Return the step after which the log at `path` goes on; -1 if no line of its last MiB says so."""
+    with Path(path).open("rb") as file:
+        file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES))
+        lines = file.read().splitlines()
+    for line in reversed(lines):
+        with contextlib.suppress(EventError):
+            for record in _parse(line):
+                if isinstance(record.event, RunStarted):
+                    return record.event.start_step
+                if isinstance(record.event, StepFinished | RolledBack):
+                    return record.step
+    return -1
 
 
 def select(records: Iterable[Record], kind: type[E]) -> list[Record[E]]:

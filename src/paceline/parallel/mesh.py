@@ -1,11 +1,16 @@
 """A rank's coordinates in a layout, and its groups."""
 
+import contextlib
+import ctypes
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from typing import Any
 from weakref import WeakKeyDictionary
 
+import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.distributed_c10d import _world
 from torch.utils._python_dispatch import _disable_current_modes
 
 from paceline.comm.group import Group
@@ -18,6 +23,35 @@ _num_meshes: WeakKeyDictionary[Group, int] = WeakKeyDictionary()
 
 _users: set["Mesh"] = set()
 """Meshes that use the default group that one of them made."""
+
+
+_NEVER_SENT = 2**31 - 1
+"""Tag that no message has."""
+
+
+def disconnect() -> None:
+    """Close the connections of torch's groups, which ends operations under way in other threads; on CPUs.
+
+    gloo has no call for that, but it does so when a message is late: here, one that is never sent.
+    """
+    nothing = torch.zeros(1)
+    for group in list(_world.pg_map) if dist.is_initialized() else []:
+        with contextlib.suppress(RuntimeError):
+            backend: Any = group._get_backend(torch.device("cpu"))
+            for peer in set(range(group.size())) - {group.rank()}:
+                with contextlib.suppress(RuntimeError):
+                    backend.recv([nothing], peer, _NEVER_SENT).wait(timedelta(milliseconds=1))
+
+
+def abandon_meshes() -> None:
+    """End torch's default group, whose peers are lost, without waiting for them; the meshes that use it end with it."""
+    disconnect()
+    for group in list(_world.pg_map) if _users else []:
+        # Its destructor would wait for operations that have failed: it never runs.
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
+    if _users:
+        _users.clear()
+        dist.destroy_process_group()
 
 
 class Mesh:

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from paceline.checkpoint import SavedState, TensorBlock
 from paceline.comm.group import Group
 from paceline.compression.codec import ADDED, RESIDUALS, merge_states
-from paceline.errors import CheckpointError
+from paceline.errors import CheckpointError, CommunicationError
 from paceline.parallel.local import fused_parts, local, local_slice
 
 FORMAT = 2
@@ -157,6 +157,38 @@ def scatter(
             )
             if moved is not None:
                 yield name, moved
+
+
+def trade(
+    wanted: Mapping[str, Slice], held: Mapping[str, tuple[Slice, Tensor]], group: Group
+) -> Iterator[tuple[str, Tensor, int]]:
+    """Yield the slices that this rank wants, each with a rank that holds the same one: itself, or the first that does.
+
+    Every rank must take all of them; who wants what it holds is sent nothing.
+
+    Args:
+        wanted: Slices that this rank wants, by name.
+        held: Slices that this rank holds, in host memory.
+        group: The ranks.
+
+    Raises:
+        CommunicationError: Nobody holds a slice that a rank wants; all ranks find it before anything is sent.
+    """
+    wishes = _exchange(wanted, group, "slices that are wanted")
+    offers = _exchange({name: one for name, (one, _) in held.items()}, group, "slices that are held")
+    sources: dict[tuple[str, int], int] = {}
+    for name, slices in wishes.items():
+        for rank, needed in slices.items():
+            same = [other for other, one in offers.get(name, {}).items() if one == needed]
+            if not same:
+                raise CommunicationError(f"a rank must hold {name} of rank {rank}, but none that is left does")
+            sources[name, rank] = rank if rank in same else same[0]
+    group = group.on_cpu()
+    for (name, rank), source in sources.items():
+        mine = held[name][1].reshape(held[name][0].shape) if group.rank == source else None
+        moved = _move(mine, wishes[name][rank], source, rank, group)
+        if moved is not None:
+            yield name, moved, source
 
 
 def read_header(checkpoint: SavedState | None, world: Group) -> tuple[dict[str, Any], dict[str, Slice]] | None:

@@ -176,8 +176,8 @@ class Gradients:
     def adapt_layout(self, times: StepTimes) -> None:
         """Adapt layout and bucket size after a step. Every rank calls it at the same step."""
         if not self._layout_is_learnt:
-            self._layout_is_learnt = True
             order: list[str] = self._group.gather_documents(list(self._launcher.ready_s), name="ready order")[0]
+            self._layout_is_learnt = True
             self._ready_order = order + [name for name in reversed(self._parameters) if name not in set(order)]
             self._change_layout(self._plan(self._bucket_bytes))
         elif self._sizer is not None:

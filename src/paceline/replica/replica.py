@@ -344,18 +344,11 @@ class Replica:
         self.state.num_updates, self.state.is_torn = self.state.num_updates + 1, False
         if self._stop_votes is not None:
             self._stop_votes.commit()
-        if self.state.buffers is not None:
-            self.state.buffers.note()
         self._times.ended_s = time.perf_counter()
-        self._reduction.adapt_layout(self._times)
-        if self.comparison.interval and self.num_updates % self.comparison.interval == 0:
-            self.compare()
-        times = self._end_step()
         reported = all_totals or totals
         self._last_loss = reported.loss / reported.weight if reported.weight else self._last_loss
         wire_bytes = result.wire_bytes + self.wire_bytes + self.shard.take_sent_bytes()
-        self._reduction.prepare(self.num_updates)
-        return StepResult(
+        made = StepResult(
             loss=self._last_loss,
             weight=reported.weight,
             gradient_norm=stepped.gradient_norm,
@@ -364,14 +357,20 @@ class Replica:
             stop=stop,
             newly_unused=newly_unused,
             wire_bytes=wire_bytes,
-            times=times,
+            times=self._times,
         )
+        self.state.note_update(made)  # before anything else is exchanged, in which others may be lost
+        self._reduction.adapt_layout(self._times)
+        if self.comparison.interval and self.num_updates % self.comparison.interval == 0:
+            self.compare()
+        self._end_step()
+        self._reduction.prepare(self.num_updates)
+        return made
 
-    def _end_step(self) -> StepTimes:
-        """Forget the step's gradients, and return its times."""
+    def _end_step(self) -> None:
+        """Forget the step's gradients and times."""
         self._weight, self._loss, self._scalars = 0.0, torch.zeros_like(self._loss), None
-        times, self._times = self._times, StepTimes()
-        return times
+        self._times = StepTimes()
 
     def flush(self) -> None:
         """Apply the buckets that wait for the next forward, so that parameters are those after the last update."""
@@ -480,7 +479,7 @@ class Replica:
         def push(is_overflown: bool) -> None:
             if sync is not None:
                 sync.before_update(replace(step, weight=0.0) if is_overflown else step)
-            self.state.is_torn = True
+            self.state.is_torn = self.state.on_undecided is None or self.state.agree_on_update()
 
         self._times.optimizer_began_s = time.perf_counter()
         stepped = self._optimizer_step.run(

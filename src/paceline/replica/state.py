@@ -21,6 +21,7 @@ Random streams need no state: every step seeds its own from (seed, step, worker)
 is read must seed them from the sample's index.
 """
 
+import copy
 import json
 import warnings
 from collections.abc import Mapping, Sequence
@@ -36,8 +37,9 @@ from paceline.compression.codec import ADDED, FeedbackDroppedWarning
 from paceline.errors import CheckpointError, SettingsError
 from paceline.parallel.local import local, wrap
 from paceline.parallel.zero_redundancy import local_optimizer
-from paceline.replica.gathering import FORMAT, SavedReplica, Slice, gather, scatter, split_name
+from paceline.replica.gathering import FORMAT, SavedReplica, Slice, gather, scatter, split_name, trade
 from paceline.replica.hashing import hash_tensor
+from paceline.replica.living import KeptPart, LivingState, find_newest
 from paceline.replica.memory import KeptReplica
 from paceline.replica.named_tensors import (
     list_settings,
@@ -83,7 +85,7 @@ def describe(replica: Replica, prefix: str = "") -> tuple[dict[str, Tensor], Doc
     buffers = {name: local(tensor).clone() for name, tensor in tensors.items() if name not in parameters}
     optimizer, scalars = optimizer_state(module, local_optimizer(replica.optimizer))
     optimizer = {name: _settle(tensor, parameters[split_name(name)[1]]) for name, tensor in optimizer.items()}
-    own = _list_own(replica)
+    own = list_own(replica)
     average = replica.state.average
     averages = average.tensors if average is not None else {}
     if not replica.state.keeps_optimizers_equal:
@@ -113,8 +115,72 @@ def describe(replica: Replica, prefix: str = "") -> tuple[dict[str, Tensor], Doc
     whole |= {f"rank{shard.world.rank}/{name}": tensor for name, tensor in own.items()}
     return (
         {f"{prefix}{name}": tensor for name, tensor in whole.items()},
-        {"format": FORMAT, f"{prefix}replica": _describe(replica, everybody)},
+        {"format": FORMAT, f"{prefix}replica": describe_ranks(replica, everybody)},
     )
+
+
+def keep_part(
+    replica: Replica, step: int, progress: Document, objects: Mapping[str, Tensor], *, is_copied: bool
+) -> KeptPart | None:
+    """Return this rank's part of the state; nothing is exchanged. Replicas must be equal, and codecs without residuals.
+
+    None if slices of the optimizer's state could be joined by all ranks only.
+
+    Args:
+        replica: Replica whose group has ended, or is about to.
+        step: Number of updates.
+        progress: Document of what belongs to no replica.
+        objects: Tensors of that.
+        is_copied: Whether tensors are copied, since the module goes on; else they share its memory.
+    """
+    module, rank = replica.module, replica.shard.world.rank
+    tensors, parameters = model_tensors(module), dict(module.named_parameters())
+    optimizer, scalars = optimizer_state(module, local_optimizer(replica.optimizer))
+    for name, tensor in optimizer.items():
+        if isinstance(tensor, DTensor) and tensor.shape != parameters[split_name(name)[1]].shape:
+            return None
+    average = replica.state.average
+    averages = {name: wrap(parameters[name], tensor) for name, tensor in average.tensors.items()} if average else {}
+    named = {f"model/{name}": tensor for name, tensor in tensors.items()} | optimizer | dict(objects)
+    named |= {f"ema/{name}": tensor for name, tensor in averages.items()}
+    named |= {f"rank{rank}/buffer/{name}": tensor for name, tensor in tensors.items() if name not in parameters}
+    own = {
+        "peers": replica.shard.group.names,
+        "state": replica.state.document(),
+        "scalars": scalars,
+        "settings": list_settings(replica.optimizer),
+        "blocks": {name: held for name, p in parameters.items() if not (held := Slice.of(p)).is_whole},
+        "tied": list_ties(module),
+    }
+    mine = {name: (Slice.of(t), local(t).detach().to("cpu", copy=is_copied)) for name, t in named.items()}
+    return KeptPart(step, mine, copy.deepcopy(own), copy.deepcopy(progress))
+
+
+def share_parts(kept: Sequence[KeptPart], replica: Replica) -> LivingState:
+    """Return the most advanced state of which some rank holds each part; all ranks of the new replica call it.
+
+    Args:
+        kept: Parts that this rank has kept, of one update or two; none if it is new.
+        replica: The new replica, cut as before.
+
+    Raises:
+        LostPartError: There is no such state.
+    """
+    mesh, world = replica.shard.mesh, replica.shard.world
+    assert mesh is not None
+    peers = [mesh.axes.ranks_along(rank, "data", "context") for rank in range(world.size)]
+    step = find_newest(world.gather_documents([part.step for part in kept], name="steps in memory"), peers)
+    mine = next((part for part in kept if part.step == step), None)
+    said = [mine.own, mine.progress, {name: one for name, (one, _) in mine.held.items()}] if mine else []
+    everybody = world.gather_documents(said, name="state in memory")
+    holders = [next(other for other in others if everybody[other]) for others in peers]
+    whole = {name: Slice(*one) for theirs in reversed(everybody) if theirs for name, one in theirs[2].items()}
+    progress = everybody[next(rank for rank, theirs in enumerate(everybody) if theirs)][1]
+    about = describe_ranks(replica, [everybody[holder][0] for holder in holders])
+    held = mine.held if mine else {}
+    objects = {name: one for name, one in whole.items() if name.startswith("objects/") and world.rank == 0}
+    found = {name: tensor for name, tensor, _ in trade(objects, held, world)}
+    return LivingState(step, progress | {"format": FORMAT, "replica": about}, held, whole, found)
 
 
 def full_state_dict(replica: Replica, *, averaged: bool = False) -> dict[str, Tensor]:
@@ -149,7 +215,7 @@ def restore(
     prefix: str = "",
     *,
     hyper_parameters: bool = False,
-    is_live: bool = False,
+    has_model: bool = False,
     kept: KeptReplica | None = None,
 ) -> Document | None:
     """Load rank 0's `checkpoint` into the replica of every rank and return its document, None without one.
@@ -157,12 +223,12 @@ def restore(
     Only rank 0 reads, so hosts need not share a file system.
 
     Args:
-        checkpoint: Checkpoint on rank 0; ignored on other ranks.
+        checkpoint: Checkpoint on rank 0, ignored on other ranks; or a `LivingState` on all.
         replica: Every rank's, in any layout.
         prefix: Prefix under which the replica was captured.
         hyper_parameters: Whether to load the optimizer's hyper-parameters too, as a torch schedule has left them; else
             the present ones stay.
-        is_live: Whether the state is what rank 0 holds itself, so that a new replica has its model already.
+        has_model: Whether the state is what rank 0 holds itself, so that a new replica has its model already.
         kept: State that this rank has kept because it is at the same step: the rest is as it should be.
 
     Raises:
@@ -179,8 +245,10 @@ def restore(
     targets = {f"model/{name}": local(tensor) for name, tensor in model_tensors(replica.module).items()}
     loaded: dict[str, Tensor] = {}
     wanted = _list_wanted(saved, replica, match) if kept is None else {}
-    wanted = {name: held for name, held in wanted.items() if not is_live or name not in targets}
-    for name, tensor in scatter(wanted, saved.find, world):
+    wanted = {name: held for name, held in wanted.items() if not has_model or name not in targets}
+    for name, tensor in (
+        checkpoint.trade(wanted, world) if isinstance(checkpoint, LivingState) else scatter(wanted, saved.find, world)
+    ):
         if name in targets:
             targets[name].copy_(tensor)
         else:
@@ -211,7 +279,7 @@ def _take_model(replica: Replica, *, may_share: bool) -> dict[str, Tensor]:
     return taken
 
 
-def _list_own(replica: Replica) -> dict[str, Tensor]:
+def list_own(replica: Replica) -> dict[str, Tensor]:
     """Return what codecs and the rule keep on this rank."""
     sync, shared = replica.state.sync_state()
     kinds = {"feedback": replica.state.feedback(), "sync": sync, "shared": {} if replica.group.rank else shared}
@@ -231,7 +299,7 @@ def _fingerprint(tensor: Tensor) -> str:
     return f"{hash_tensor(local(tensor)):x}"
 
 
-def _describe(replica: Replica, everybody: Sequence[Document]) -> Document:
+def describe_ranks(replica: Replica, everybody: Sequence[Document]) -> Document:
     """Return the document of a replica, given what each rank says of itself."""
     states = [json.dumps(mine["state"]) for mine in everybody]
     distinct = list(dict.fromkeys(states))

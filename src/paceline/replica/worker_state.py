@@ -3,25 +3,27 @@
 import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import Size, Tensor, nn
-from torch.nn.modules.batchnorm import _NormBase
 
 from paceline.comm.group import Group
 from paceline.comm.pacing import limit_bandwidth
 from paceline.compression import AutoCodec
 from paceline.compression.codec import FeedbackDroppedWarning
-from paceline.errors import SettingsError
+from paceline.errors import CommunicationError, SettingsError
 from paceline.parallel.local import local
 from paceline.parallel.model_shard import ModelShard
+from paceline.replica.buffer_copies import BufferCopies
 from paceline.replica.codec_chooser import CodecChange
 from paceline.replica.distance import ConsensusDistance
 from paceline.replica.optimizer_mean import average_states
 from paceline.replica.optimizer_step import OptimizerStep
 from paceline.replica.parameter_average import ParameterAverage
 from paceline.replica.reduction import GradientReduction
+from paceline.replica.step_result import StepResult
 from paceline.replica.step_scalars import StopVotes
 from paceline.sync.every_step import EveryStep
 from paceline.sync.idle import find_idleness
@@ -34,38 +36,6 @@ _LEAST_UPDATES = 10
 
 class IdleRuleWarning(UserWarning):
     """A rule never acted in a loop of one's own."""
-
-
-class BufferCopies:
-    """Copies of a module's persistent buffers, such as statistics of BatchNorm, which forward changes before an update.
-
-    Only those that have changed are copied again, and statistics of norms, which torch changes without a new version.
-
-    Args:
-        module: The module.
-    """
-
-    def __init__(self, module: nn.Module) -> None:
-        persistent = module.state_dict().keys()
-        self._buffers = [buffer for name, buffer in module.named_buffers() if name in persistent]
-        self._copies = [buffer.clone() for buffer in self._buffers]
-        self._versions = [buffer._version for buffer in self._buffers]
-        norms = (layer for layer in module.modules() if isinstance(layer, _NormBase))
-        self._unversioned = {id(buffer) for layer in norms for buffer in layer.buffers()}
-
-    def note(self) -> None:
-        """Copy the present values."""
-        for place, buffer in enumerate(self._buffers):
-            if buffer._version != self._versions[place] or id(buffer) in self._unversioned:
-                self._copies[place].copy_(buffer)
-                self._versions[place] = buffer._version
-
-    def restore(self) -> None:
-        """Restore the values that were copied last."""
-        with torch.no_grad():
-            for buffer, copied in zip(self._buffers, self._copies, strict=True):
-                buffer.copy_(copied)
-        self._versions = [buffer._version for buffer in self._buffers]
 
 
 class WorkerState:
@@ -114,6 +84,17 @@ class WorkerState:
         """Whether the optimizer has taken its step, and the rule's exchange of that step is still to be made."""
         self.buffers: BufferCopies | None = None
         """Copies of the module's buffers after the last update, for whoever goes on without lost workers."""
+        self.on_undecided: Callable[[], None] | None = None
+        """Function called before an update if it is not known whether all ranks make it; None if nobody asks.
+
+        With one, ranks say before each update that they have all it takes. So if any has heard of all, those that are
+        left make it too, whatever happens to others. Who does not hear of all makes it as well, since others may have
+        heard; but some may lack gradients, as the rank that they share a model with is lost, and then all go on from
+        the state before, if no replica of their part has made it. So the function must copy that state.
+        """
+        self._undecided: CommunicationError | None = None
+        self.last_result: tuple[int, StepResult] | None = None
+        """Result of the last update, with the number of updates then; None before the first."""
         self.warns_of_idleness = True
         """Whether `close` warns of a rule that never acted; a run, which knows its length, says so at its beginning."""
 
@@ -143,6 +124,29 @@ class WorkerState:
     def gradient_buffers(self) -> list[Tensor]:
         """Buffers of gradients that last from step to step; empty if autograd allocates gradients anew."""
         return self._reduction.list_buffers()
+
+    def agree_on_update(self) -> bool:
+        """Wait until all ranks have what an update takes; return that it may begin, also if some are lost."""
+        assert self.on_undecided is not None
+        try:
+            self._shard.world.barrier(name="all have their gradients")
+        except CommunicationError as error:
+            self._undecided = error
+            with self.buffers.restored() if self.buffers is not None else nullcontext():
+                self.on_undecided()
+        return True
+
+    def note_update(self, made: StepResult) -> None:
+        """Note that an update has ended.
+
+        Raises:
+            CommunicationError: Others were lost before they said whether they can make it.
+        """
+        self.last_result = (self.num_updates, made)
+        if self.buffers is not None:
+            self.buffers.note()
+        if self._undecided is not None:
+            raise self._undecided
 
     def close(self) -> None:
         """Lift the limit of the bandwidth, and warn, on rank 0, if the rule never acted in all updates of a loop."""

@@ -81,21 +81,7 @@ def log_growth(session: Session) -> None:
 
 def log_step(session: Session, result: StepResult, num_samples: int) -> None:
     """Log the result of a step of `num_samples`."""
-    session.log_event(
-        StepFinished(
-            loss=result.loss,
-            weight=result.weight,
-            num_samples=num_samples,
-            learning_rate=session.replica.optimizer.param_groups[0]["lr"],
-            gradient_norm=result.gradient_norm,
-            duration_s=time.perf_counter() - session.step_began_s,
-            communication_s=result.communication_s,
-            position=session.loader.position,
-            loss_scale=session.replica.loss_scale,
-            wire_bytes=result.wire_bytes,
-            data_s=session.take_data_wait(),
-        )
-    )
+    session.log_event(note_step(session, result, num_samples))
     log_reading(session)
     if session.resources is not None:
         for low in session.resources.look(session.checkpoint_bytes):
@@ -119,6 +105,26 @@ def log_step(session: Session, result: StepResult, num_samples: int) -> None:
     is_due = training.step - training.delays_step >= max(1, training.num_steps // _NUM_DELAYS)
     if is_due and session.replica.sync.is_asynchronous:
         log_delays(session)
+
+
+def note_step(session: Session, result: StepResult, num_samples: int) -> StepFinished:
+    """Return the event of a step, which this worker remembers: the first one may be lost before it writes it."""
+    event = StepFinished(
+        loss=result.loss,
+        weight=result.weight,
+        num_samples=num_samples,
+        learning_rate=session.replica.optimizer.param_groups[0]["lr"],
+        gradient_norm=result.gradient_norm,
+        duration_s=time.perf_counter() - session.step_began_s,
+        communication_s=result.communication_s,
+        position=session.loader.position,
+        loss_scale=session.replica.loss_scale,
+        wire_bytes=result.wire_bytes,
+        data_s=session.take_data_wait(),
+    )
+    if session.replica.dispatcher is None:  # else each worker has steps of its own
+        session.training.newest_steps.append((session.training.step, event))
+    return event
 
 
 def log_reading(session: Session) -> None:

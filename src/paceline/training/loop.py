@@ -12,17 +12,15 @@ import torch
 from paceline.comm.group import Group
 from paceline.comm.membership import CHANGE
 from paceline.comm.torch_group import is_lost_peer
-from paceline.data import Batch, IterableSource, Source, derive_seed
+from paceline.data import Batch, Source, derive_seed
 from paceline.elastic.member import Evicted, Member
-from paceline.errors import CommunicationError, DataError, SettingsError
+from paceline.errors import CommunicationError, SettingsError
 from paceline.monitor.events import (
-    Evaluated,
     ModelGrown,
     Preempted,
     RunFinished,
     Showcased,
     StoppedEarly,
-    Warned,
 )
 from paceline.monitor.formatting import describe_size
 from paceline.monitor.log import EventLog
@@ -32,11 +30,10 @@ from paceline.replica.step_result import StepResult
 from paceline.schedules import NoiseScaleBatch
 from paceline.sync.synchroniser import SampleDispatcher, WorkerContext
 from paceline.training import guarded_step
-from paceline.training.best import BestSoFar
 from paceline.training.building import build_model
-from paceline.training.evaluate import Evaluation, evaluate
 from paceline.training.growth import grow_module, grow_optimizer
 from paceline.training.guarded_step import GoingBack, go_back
+from paceline.training.held_out import evaluate_held_out, try_evaluation
 from paceline.training.log_events import (
     log_bad_samples,
     log_delays,
@@ -51,6 +48,7 @@ from paceline.training.log_events import (
 )
 from paceline.training.model import resize, size_of
 from paceline.training.reforming import start_alone, train_through_views
+from paceline.training.reforming_layouts import LayoutMember
 from paceline.training.run import Run
 from paceline.training.saving import (
     is_evaluation_due,
@@ -92,6 +90,9 @@ def train(
     """
     training = None
     try:
+        if member is not None and not run.layout.is_plain:
+            layout = LayoutMember(run, directory, group, log, recipe, member)
+            return layout.train(lambda session: _run_steps(session) and _finish(session))
         if member is not None:
             training = start_alone(run, directory, group, log, recipe)
             return train_through_views(training, member, lambda session: _run_steps(session) and _finish(session))
@@ -168,7 +169,7 @@ def _run_batches(session: Session) -> bool:
         try:
             with session.probe.watching(session.replica, batch):
                 result = train_step(session, batch, training.step)
-        except CommunicationError:
+        except (CommunicationError, RuntimeError):  # the latter is torch's, where it connects ranks of a layout
             session.unfinished, session.loader.in_hand = batch, None  # or leaving the loop would count it as used
             raise
         if result is None:
@@ -437,64 +438,3 @@ def _agree_on_cause(session: Session) -> Literal["signal", "end", "change"]:
     training.is_over, membership.stop_requested_by, membership.is_stopping = True, "", False
     session.log_event(StoppedEarly(reason=reason))
     return "end"
-
-
-def evaluate_held_out(session: Session, held_out: Source | IterableSource) -> Evaluation | None:
-    """Evaluate the parameters, and their moving averages if there are any; None if a signal arrived meanwhile."""
-    training = session.training
-    session.replica.flush()
-    evaluation = _evaluate(session, held_out, averaged=training.run.ema is not None)
-    plain = _evaluate(session, held_out, averaged=False) if training.run.ema is not None else None
-    if evaluation is None or (training.run.ema is not None and plain is None):
-        return None
-    if not evaluation.weight:
-        raise DataError(
-            f"held-out data must have targets that count in the loss, but its {evaluation.num_samples} samples "
-            "have none; check their targets"
-        )
-    training.evaluation, training.evaluated_step = evaluation, training.step
-    warned = training.best.warning
-    session.log_event(
-        Evaluated(
-            loss=evaluation.loss,
-            metrics=evaluation.metrics,
-            num_samples=evaluation.num_samples,
-            duration_s=evaluation.duration_s + (plain.duration_s if plain is not None else 0.0),
-            is_best=training.best.note(evaluation, training.step),
-            unaveraged={"loss": plain.loss} | plain.metrics if plain is not None else None,
-        )
-    )
-    if training.best.warning != warned:
-        session.log_event(Warned(message=training.best.warning))
-    return evaluation
-
-
-def _evaluate(session: Session, held_out: Source | IterableSource, *, averaged: bool) -> Evaluation | None:
-    run = session.training.run
-    num_workers = session.replica.shard.data_parallel_group.size
-    return evaluate(
-        session.replica,
-        run.loss,
-        held_out,
-        metrics=run.metrics,
-        batch_size=max(1, run.global_batch // run.count_parts(num_workers)),
-        max_samples=run.evaluate_samples,
-        averaged=averaged,
-        is_stopped=lambda: session.membership.stop_requested_by not in ("", CHANGE),
-    )
-
-
-def try_evaluation(session: Session) -> None:
-    """Evaluate a sample per worker before the first step, so that wrong metrics of the user's fail then.
-
-    Raises:
-        SettingsError: The function returns no metrics, or none of the name in `keep_best`.
-    """
-    training = session.training
-    run, held_out = training.run, training.splits.held_out
-    if training.step or held_out is None or (run.metrics is None and not training.best.is_used):
-        return
-    most = session.replica.shard.data_parallel_group.size
-    tried = evaluate(session.replica, run.loss, held_out, metrics=run.metrics, batch_size=1, max_samples=most)
-    if tried is not None:
-        BestSoFar(run.keep_best, run.stop_after).note(tried, 0)

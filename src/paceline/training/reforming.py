@@ -22,10 +22,12 @@ from paceline.elastic.member import Member
 from paceline.errors import CommunicationError, PeerTimeoutError
 from paceline.monitor.events import Warned, WorkersChanged
 from paceline.monitor.log import EventLog
+from paceline.replica.buffer_copies import BufferCopies
 from paceline.replica.memory import KeptReplica, MemoryState, capture_alone, digest
 from paceline.replica.optimizer_step import release_optimizer
-from paceline.replica.worker_state import BufferCopies
+from paceline.sync.every_step import EveryStep
 from paceline.sync.gossip import GossipRule
+from paceline.training.missing_steps import log_missing_steps, note_unfinished
 from paceline.training.run import Run
 from paceline.training.saving import capture_progress
 from paceline.training.session import Session, open_session
@@ -35,23 +37,39 @@ RunSteps = Callable[[Session], bool]
 """Function that runs the steps of a session; it returns whether the training has ended, unless workers change."""
 
 
-def can_reform(run: Run) -> str:
+def find_fixed(run: Run) -> str:
+    """Return why a run needs as many workers as it has, each in its place; empty if there may be others."""
+    return "" if run.layout.is_plain else "ranks of the layout share a model"
+
+
+def can_reform(run: Run, num_workers: int) -> str:
     """Return why the workers of a run cannot go on from memory when others are lost or join; empty if they can.
 
     Such runs start again from the newest checkpoint.
     """
+    if not run.layout.is_plain:
+        return _can_replace(run, num_workers)
     if run.sync.num_server_processes:
         return f"servers of sync {run.sync.name} have processes of their own, which cannot be replaced"
     if run.sync.is_asynchronous and not run.sync.survives_loss:
         return f"with sync {run.sync.name} workers go at their own pace"
-    if not run.layout.is_plain:
-        return "ranks of the layout share a model"
     if not run.sync.survives_loss:
         return f"sync {run.sync.name} has a state that only all its workers together know"
     if run.growth.steps:
         return "the model grows while it trains"
     if run.fixed_shares is not None:
         return "shares are given for this number of workers"
+    return ""
+
+
+def _can_replace(run: Run, num_workers: int) -> str:
+    """Return why a lost worker's part of the model cannot come from another one's memory; empty if it can."""
+    if run.layout.resolve(num_workers).size("data") < 2:
+        return "each part of the model is on one rank only, as the layout has no data axis"
+    if not isinstance(run.sync, EveryStep):
+        return f"with sync {run.sync.name} ranks with the same part of the model differ"
+    if run.sync.codec.name != "none" or run.sharded_codec is not None:
+        return "codecs keep residuals that no other rank has"
     return ""
 
 
@@ -153,7 +171,7 @@ def train_through_views(training: Training, member: Member, run_steps: RunSteps)
                 hung_ranks = error.hung_ranks if isinstance(error, PeerTimeoutError) else ()
                 accused = tuple(view.names[rank] for rank in hung_ranks)
                 member.report_loss(done, is_whole=kept.is_whole, reason=str(error), accused=accused)
-                _forget_frames(error)
+                forget_frames(error)
             except BaseException as error:
                 if group is not None:
                     group.close(error)
@@ -201,6 +219,8 @@ def _open(
         if training.run.keeps_step_copies:
             session.replica.state.keep_step_copies()
         if is_live:
+            if group.rank == 0:
+                log_missing_steps(training, training.newest_steps)
             _log_change(session, view, kept, claims, time.perf_counter() - began_s)
         yield session
 
@@ -273,7 +293,7 @@ def _leave(
         session.replica.close()
 
 
-def _forget_frames(error: BaseException | None) -> None:
+def forget_frames(error: BaseException | None) -> None:
     """Let go of what was on the stack of an error that is dealt with: the session, and with it buffers of the model."""
     while error is not None:
         error.__traceback__, error = None, error.__cause__ or error.__context__
@@ -283,13 +303,14 @@ def _keep(session: Session, view: View) -> _Kept:
     """Return what this worker has left of a session; nothing is exchanged."""
     training, replica, loader = session.training, session.replica, session.loader
     state = replica.state
-    session.rates.reset()
     if state.is_torn:
+        session.rates.reset()
         return _Kept(training.step)
     if replica.dispatcher is None:
-        _count_unfinished(session)
+        count_unfinished(session)
     else:
         loader.in_hand = None  # servers know whether its step counts
+    session.rates.reset()
     tensors, document = capture_alone(replica)
     replica_digest = digest(tensors, replica)
     more, progress = capture_progress(session)
@@ -311,14 +332,17 @@ def _keep(session: Session, view: View) -> _Kept:
     )
 
 
-def _count_unfinished(session: Session) -> None:
+def count_unfinished(session: Session) -> None:
     """Count the samples of the step in which workers were lost, if its update is done here, or due."""
     training, state = session.training, session.replica.state
     num_done = state.num_updates + state.is_exchange_due - session.first_update - (training.step - session.first_step)
-    if num_done and session.unfinished is not None:
-        training.num_samples += session.unfinished.interval.num_samples
-        session.loader.ack(session.unfinished)
+    unfinished = session.unfinished if num_done else None
+    if unfinished is not None:
+        training.num_samples += unfinished.interval.num_samples
+        session.loader.ack(unfinished)
     training.step = session.loader.step
+    if unfinished is not None:
+        note_unfinished(session, unfinished.interval.num_samples)
 
 
 def _find_mixed(session: Session, view: View) -> dict[str, int]:

@@ -1,7 +1,7 @@
 """State of the workers that train together now: opened when they start, closed when they part."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +23,7 @@ from paceline.errors import CommunicationError, SettingsError
 from paceline.monitor.events import BatchChanged, Event, ReplicasHealed, RunStarted, Warned
 from paceline.parallel.model_shard import ModelShard
 from paceline.replica.healing import GradientComparison, Healed, heal
+from paceline.replica.living import LivingState
 from paceline.replica.memory import KeptReplica
 from paceline.replica.named_tensors import restore_objects
 from paceline.replica.replica import Replica
@@ -189,7 +190,7 @@ def open_session(
     training: Training,
     group: Group,
     world: Group | None,
-    state: SavedState | None,
+    state: SavedState | Callable[[Replica], SavedState] | None,
     *,
     member: Member | None = None,
     is_live: bool = False,
@@ -201,7 +202,7 @@ def open_session(
         training: Training of the workers.
         group: The workers, or all ranks of the layout.
         world: See `Replica`.
-        state: Checkpoint to resume from, or the state in memory, on rank 0.
+        state: Checkpoint to resume from, or the state in memory, on rank 0; or a function that finds it on all ranks.
         member: Connection to the supervisor, if workers may change.
         is_live: Whether the state is that of rank 0 at its end of the session before, in memory.
         kept: State that this worker has kept from the session before, if it is at the same step as rank 0.
@@ -210,7 +211,7 @@ def open_session(
     session.member = member
     watch_replica(session)
     try:
-        resume(session, state, is_live=is_live, kept=kept)
+        resume(session, state(session.replica) if callable(state) else state, is_live=is_live, kept=kept)
         check_batch_norm_sizes(training.run, training.splits, session.loader)
         before, session.global_batch = session.global_batch, session.loader.global_batch
         if is_live:
@@ -225,7 +226,7 @@ def open_session(
         session.replica.close()
         raise
     session.first_step, session.first_update = training.step, session.replica.num_updates
-    saver = session.saver if not training.outlives_workers else None
+    saver = session.saver if not training.keeps_saver else None
     # A second signal must not end the process while the saver still writes.
     with session.membership.stopping_on_signals(may_interrupt=False), saver or nullcontext():
         yield session
@@ -302,7 +303,7 @@ def _make_session(
 
 def _find_saver(training: Training, shard: ModelShard) -> AsyncSaver | None:
     """Return this rank's saver; one that outlives the session goes on writing what it has begun."""
-    if not training.outlives_workers:
+    if not training.keeps_saver:
         return open_saver(training.store, shard)
     if shard.world.rank == 0:
         training.saver = training.saver or AsyncSaver(training.store)
@@ -354,7 +355,8 @@ def resume(
 ) -> bool:
     """Load rank 0's `state` into the session of every rank; return whether there was one. See `open_session`."""
     training, run, loader = session.training, session.training.run, session.loader
-    document = restore(state, session.replica, is_live=is_live, kept=kept)
+    is_shared = isinstance(state, LivingState)
+    document = restore(state, session.replica, has_model=is_live and not is_shared, kept=kept)
     if document is None:
         return False
     loader.load_state_dict(document["loader"])
@@ -374,7 +376,8 @@ def resume(
     if is_live:
         session.replica.state.is_exchange_due = document["is_exchange_due"]
         training.saved_step = document["saved_step"]
-        pool_over_workers(training.module, session.replica.shard.statistics_group, weight=float(kept is not None))
+        if not is_shared:
+            pool_over_workers(training.module, session.replica.shard.statistics_group, weight=float(kept is not None))
     else:
         training.resumed_from = document["path"] = str(state.path) if state else ""
     return True

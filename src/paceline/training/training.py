@@ -1,5 +1,6 @@
 """State of a training that stays while workers come and go: settings, model, log, checkpoints, and progress."""
 
+from collections import deque
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -11,7 +12,7 @@ from paceline.checkpoint.mirror import CheckpointMirror
 from paceline.comm.group import Group
 from paceline.data import Source, Splits
 from paceline.errors import CheckpointError
-from paceline.monitor.events import CheckpointSkipped
+from paceline.monitor.events import CheckpointSkipped, StepFinished
 from paceline.monitor.log import EventLog
 from paceline.parallel.deferred import Construction
 from paceline.parallel.mixture_of_experts import list_mixtures
@@ -82,8 +83,15 @@ class Training:
     """Whether the training goes on in memory when its workers change."""
     is_loading: bool = False
     """Whether this worker is being sent the state of another one, so that its own is not whole."""
+    newest_steps: deque[tuple[int, StepFinished]] = field(default_factory=lambda: deque(maxlen=100))
+    """Newest steps of this worker, by number, which it logs if a lost first worker has not."""
     saved_step: int = -1
     """Step of the latest checkpoint since this start, which may still be written."""
+
+    @property
+    def keeps_saver(self) -> bool:
+        """Whether the saver outlives a session: not where ranks of a layout write together."""
+        return self.outlives_workers and self.run.layout.is_plain
 
 
 def start_training(
@@ -116,7 +124,7 @@ def start_training(
     num_parameters = count_parameters(module)
     has_experts = any(list_mixtures(module))
     module, optimizer = prepare(run, module, splits, group, construction)
-    if run.initial is not None and construction is not None:
+    if is_resumed and run.initial is not None and construction is not None:
         load_slices(matched, module, group)
     training = Training(
         run,
@@ -136,6 +144,16 @@ def start_training(
         about_initial=matched.about if matched is not None else "",
     )
     return training, checkpoint
+
+
+def rebuild(training: Training, group: Group) -> None:
+    """Replace the module and the optimizer by new ones, without state, among the ranks of `group`.
+
+    New ranks call `start_training` instead, without a resume.
+    """
+    run, splits = training.run, training.splits
+    module, construction, _ = build_shared(run, splits, group, training.model)
+    training.module, training.optimizer = prepare(run, module, splits, group, construction)
 
 
 def find_start(training: Training) -> SavedState | None:
