@@ -71,6 +71,7 @@ def check_kept(records, num_steps):
     return select(records, WorkersChanged)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(200)
 def test_a_lost_part_comes_from_a_replica_after_the_newest_update_of_which_all_parts_are_left(tmp_path, run_here):
     lines = [LACKS_PART_1, LACKS_A_COPY, [0, 10, "update", [], []]]

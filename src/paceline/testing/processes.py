@@ -60,7 +60,7 @@ def check_exits(results: Sequence[RankResult]) -> None:
     """Check that the function returned on every rank.
 
     Raises:
-        AssertionError: It did not; the message has the exit codes, and the end of what the other ranks said.
+        AssertionError: A rank ended otherwise; the message has all exit codes, and the end of that rank's output.
     """
     said = "".join(f"\n--- rank {each.rank}:\n{each.output[-4000:]}" for each in results if each.exit_code != 0)
     assert not said, f"exit codes are {[each.exit_code for each in results]}{said}"
