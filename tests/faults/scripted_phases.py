@@ -104,5 +104,5 @@ if not hasattr(Replica, "is_scripted"):
     Replica.__init__, reforming_layouts._break_off = start, break_off
     before(GradientReduction, "receive", "reduce", after="reduced")
     before(WorkerState, "agree_on_update", "vote", after="voted")
-    before(WorkerState, "note_update", "update", offset=1)
+    before(WorkerState, "end_update", "update", offset=1)
     before(loop, "log_step", "log", offset=1)

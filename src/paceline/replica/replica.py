@@ -359,7 +359,9 @@ class Replica:
             wire_bytes=wire_bytes,
             times=self._times,
         )
-        self.state.note_update(made)  # before anything else is exchanged, in which others may be lost
+        self.state.last_result = (self.num_updates, made)
+        if self.state.buffers is not None or self.state.on_undecided is not None:
+            self.state.end_update()  # before anything else is exchanged, in which others may be lost
         self._reduction.adapt_layout(self._times)
         if self.comparison.interval and self.num_updates % self.comparison.interval == 0:
             self.compare()

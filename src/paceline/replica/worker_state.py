@@ -136,13 +136,12 @@ class WorkerState:
                 self.on_undecided()
         return True
 
-    def note_update(self, made: StepResult) -> None:
-        """Note that an update has ended.
+    def end_update(self) -> None:
+        """Copy the buffers as they are after an update.
 
         Raises:
             CommunicationError: Others were lost before they said whether they can make it.
         """
-        self.last_result = (self.num_updates, made)
         if self.buffers is not None:
             self.buffers.note()
         if self._undecided is not None:
