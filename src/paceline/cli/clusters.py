@@ -46,7 +46,7 @@ def read_json(path: Path, what: str) -> Any:
     """Return a JSON file's content.
 
     Raises:
-        SettingsError: It is missing, or no JSON.
+        SettingsError: The file is missing, or no JSON.
     """
     try:
         return json.loads(path.read_text())

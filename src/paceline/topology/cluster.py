@@ -91,7 +91,7 @@ class Cluster(Family):
     family = "cluster"
 
     device: DeviceField | None = None
-    """What computes: a preset's name or a specification; None: not known."""
+    """Device of every rank: the name of a preset, or a specification; None: not known."""
     host: Host = Host()
     """Each host without its devices."""
 

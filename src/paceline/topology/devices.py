@@ -33,7 +33,7 @@ class Device(Settings):
     generation: str = ""
     """Architecture, shared by devices whose efficiency is alike; empty: unlike any other."""
     is_host: bool = False
-    """Whether it is the host's own processor, whose cores and memory all workers of the host share."""
+    """Whether the workers of a host share the cores and memory of this device: it is the processor of the host."""
 
     def divide(self, num_workers: int) -> "Device":
         """Return the part of each of `num_workers` workers on one host: a share of its processor, or a whole device."""

@@ -13,7 +13,7 @@ class P3Small(Hosts):
     """Hosts of one V100 with up to 10 Gb/s: 8 virtual cores, 61 GiB."""
 
     device: DeviceField | None = find_device("v100_16gb")
-    """What computes: a preset's name or a specification."""
+    """Device of every rank: the name of a preset, or a specification."""
     host: Host = Host(num_cores=4, memory_bytes=65.5e9, idle_w=60, load_w=110)
     """Each host without its devices."""
     bandwidth: BytesPerSecond = BytesPerSecond.parse("10gbit")
@@ -49,7 +49,7 @@ class P4d(DGXA100):
     """Hosts of 8 A100 of 40 GB with 4 cards of 100 Gb/s."""
 
     device: DeviceField | None = find_device("a100_40gb")
-    """What computes: a preset's name or a specification."""
+    """Device of every rank: the name of a preset, or a specification."""
     bandwidth: BytesPerSecond = BytesPerSecond.parse("100gbit")
     """Bandwidth of one network card, each way."""
     nics_per_host: Count = 4
@@ -61,7 +61,7 @@ class P4de(P4d):
     """Hosts of 8 A100 of 80 GB with 4 cards of 100 Gb/s."""
 
     device: DeviceField | None = find_device("a100_80gb")
-    """What computes: a preset's name or a specification."""
+    """Device of every rank: the name of a preset, or a specification."""
 
 
 @register("gcp_a2_highgpu_8g")
@@ -102,7 +102,7 @@ class P5en(DGXH100):
     """Hosts of 8 H200 with 3,200 Gb/s together."""
 
     device: DeviceField | None = find_device("h200_141gb")
-    """What computes: a preset's name or a specification."""
+    """Device of every rank: the name of a preset, or a specification."""
 
 
 @register("aws_p6_b200_48xlarge")

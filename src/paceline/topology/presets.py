@@ -46,7 +46,7 @@ class DGX1(_DGX):
     """Hosts of 8 V100 joined by NVLink 2 (300 GB/s, both ways together), with 4 cards of 100 Gb/s."""
 
     device: DeviceField | None = find_device("v100_32gb")
-    """What computes: a preset's name or a specification."""
+    """Device of every rank: the name of a preset, or a specification."""
     host: Host = Host(num_cores=40, memory_bytes=512e9, disk_bytes=7.7e12, idle_w=500, load_w=1100)
     """Each host without its devices."""
     nics_per_host: Count = 4
@@ -74,7 +74,7 @@ class DGXA100(_DGX):
     """Hosts of 8 A100 joined by NVLink 3 (600 GB/s, both ways together), with 8 cards of 200 Gb/s."""
 
     device: DeviceField | None = find_device("a100_80gb")
-    """What computes: a preset's name or a specification."""
+    """Device of every rank: the name of a preset, or a specification."""
     host: Host = Host(num_cores=128, memory_bytes=2e12, disk_bytes=30e12, idle_w=1000, load_w=2500)
     """Each host without its devices."""
     bandwidth: BytesPerSecond = BytesPerSecond.parse("200gbit")
@@ -90,7 +90,7 @@ class DGXH100(_DGX):
     """Hosts of 8 H100 joined by NVLink 4 (900 GB/s, both ways together), with 8 cards of 400 Gb/s."""
 
     device: DeviceField | None = find_device("h100_80gb")
-    """What computes: a preset's name or a specification."""
+    """Device of every rank: the name of a preset, or a specification."""
     # Published power logs of such hosts (MLPerf Training v4.0): 2.1-2.5 kW idle, 5.8-7.2 kW training, immersion cooled.
     host: Host = Host(num_cores=112, memory_bytes=2e12, disk_bytes=30e12, idle_w=1600, load_w=2000)
     """Each host without its devices."""
@@ -107,7 +107,7 @@ class DGXB200(DGXH100):
     """Hosts of 8 B200 joined by NVLink 5 (1.8 TB/s, both ways together), with 8 cards of 400 Gb/s."""
 
     device: DeviceField | None = find_device("b200")
-    """What computes: a preset's name or a specification."""
+    """Device of every rank: the name of a preset, or a specification."""
     host: Host = Host(num_cores=112, memory_bytes=4e12, disk_bytes=34e12, idle_w=2500, load_w=6300)
     """Each host without its devices."""
     local_bandwidth: BytesPerSecond = BytesPerSecond.parse("900GB/s")
@@ -121,7 +121,7 @@ class TPUv3Pod(TorusCluster):
     """Up to 1,024 TPU v3 chips on a 2-D torus of cables of 656 Gb/s (Jouppi et al. 2020)."""
 
     device: DeviceField | None = find_device("tpu_v3")
-    """What computes: a preset's name or a specification."""
+    """Device of every rank: the name of a preset, or a specification."""
     bandwidth: BytesPerSecond = BytesPerSecond.parse("82GB/s")
     """Bandwidth of one cable, each way."""
 
@@ -140,7 +140,7 @@ class Loopback(Cluster):
     """Received bytes that one process adds to its own per second."""
 
     device: DeviceField | None = find_device("cpu")
-    """What computes: a preset's name or a specification."""
+    """Device of every rank: the name of a preset, or a specification."""
 
     @property
     def paths(self) -> Paths:
