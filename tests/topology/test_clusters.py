@@ -52,8 +52,8 @@ def test_every_cluster_survives_json(name):
 
 @pytest.mark.parametrize("name", CLUSTERS)
 def test_bandwidth_is_that_of_the_network(name):
-    slow, fast = (CLUSTERS[name]().with_bandwidth(text).network(16) for text in ("1gbit", "2gbit"))
-    assert capacities(fast, 0, 15) == pytest.approx([2 * capacity for capacity in capacities(slow, 0, 15)])
+    slow, fast = (CLUSTERS[name]().with_bandwidth(text).network(24) for text in ("1gbit", "2gbit"))
+    assert capacities(fast, 0, 23) == pytest.approx([2 * capacity for capacity in capacities(slow, 0, 23)])
     assert CLUSTERS[name]().with_bandwidth("1gbit").bandwidth == 1.25e8
 
 

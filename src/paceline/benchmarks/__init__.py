@@ -14,6 +14,7 @@ from paceline.benchmarks.exposed import ExposedBenchmark
 from paceline.benchmarks.io import InputOutputBenchmark
 from paceline.benchmarks.layouts import LayoutsBenchmark
 from paceline.benchmarks.memory import MemoryBenchmark
+from paceline.benchmarks.prediction import PredictionBenchmark
 from paceline.benchmarks.replica import ReplicaBenchmark
 from paceline.benchmarks.resilience import ResilienceBenchmark
 from paceline.benchmarks.server import ServerBenchmark
@@ -41,6 +42,7 @@ __all__ = [
     "InputOutputBenchmark",
     "LayoutsBenchmark",
     "MemoryBenchmark",
+    "PredictionBenchmark",
     "ReplicaBenchmark",
     "ResilienceBenchmark",
     "ServerBenchmark",

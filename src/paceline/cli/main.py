@@ -11,6 +11,7 @@ from pydantic import ValidationError
 import paceline
 from paceline.cli import bench, checkpoint, compare, data, reproduce, simulate, verify
 from paceline.cli.agent import agent
+from paceline.cli.clusters import clusters
 from paceline.cli.evaluate import evaluate, find_trained
 from paceline.cli.export import export
 from paceline.cli.memory import memory
@@ -65,6 +66,7 @@ for module, command in (
     app.command(cls=OverridesCommand.of(module.find_settings))(command)
 app.command(cls=OverridesCommand.of(find_run))(memory)
 app.command()(recipes)
+app.command()(clusters)
 app.add_typer(checkpoint.commands, name="checkpoint")
 app.add_typer(data.commands, name="data")
 

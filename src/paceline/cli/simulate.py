@@ -1,4 +1,4 @@
-"""`paceline simulate`: cost of a collective on a cluster, from 2 ranks to thousands."""
+"""`paceline simulate`: cost of a collective on a cluster, from 2 ranks to thousands, or of whole training steps."""
 
 import json
 from collections.abc import Callable, Iterable, Sequence
@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from paceline.cli.simulate_training import simulate_training
 from paceline.errors import SettingsError, storing
 
 if TYPE_CHECKING:
@@ -19,7 +20,9 @@ if TYPE_CHECKING:
 
 def simulate(
     context: typer.Context,
-    collective: Annotated[str, typer.Argument(help="all-reduce, reduce-scatter, all-gather, broadcast or all-to-all.")],
+    collective: Annotated[
+        str, typer.Argument(help="all-reduce, reduce-scatter, all-gather, broadcast, all-to-all, or training.")
+    ],
     ranks: Annotated[str, typer.Option(help="Ranks: 2:1024 doubles from 2 to 1024; 3,6,12 is a list.")] = "2:64",
     algorithms: Annotated[str | None, typer.Option(help="Algorithms, with commas; by default all that fit.")] = None,
     num_bytes: Annotated[str, typer.Option("--bytes", help="Size of the buffer: 100MB, 64MiB, 4096.")] = "100MB",
@@ -31,8 +34,12 @@ def simulate(
     ] = "together",
     picture: Annotated[Path | None, typer.Option(help="New .png or .svg for the efficiency.")] = None,
     json_file: Annotated[Path | None, typer.Option("--json", help="New file for all points, as JSON.")] = None,
+    spec: Annotated[Path | None, typer.Option(help="With training: rows of steps to price, as JSON.")] = None,
+    calibrate: Annotated[Path | None, typer.Option(help="With training: measured rows that correct them.")] = None,
 ) -> None:
     """Predict times of a collective by algorithm and ranks, and the scaling of training that waits for it.
+
+    `simulate training --spec IN.json --json OUT.json` prices whole training steps: time, memory and energy.
 
     The cluster is chosen by name, `--cluster fat_tree`, and each setting of it can be overridden:
     `--cluster.bandwidth 25gbit --cluster.oversubscription 2`.
@@ -40,6 +47,11 @@ def simulate(
     from paceline.cli.overrides import parse_pairs
     from paceline.simulator.picture import draw_scaling
 
+    if collective == "training":
+        simulate_training(spec, calibrate, json_file)
+        return
+    if spec is not None or calibrate is not None:
+        raise SettingsError(f"--spec and --calibrate must be with training, but got {collective}; leave them out")
     _check_files(picture, json_file)
     scaling = _make_scaling(
         parse_pairs(context.args), collective, parse_ranks(ranks), num_bytes, compute_s, overlap, pace

@@ -14,7 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field
 
-from paceline.registry import Family
+from paceline.registry import Family, Settings
+from paceline.topology.devices import Device, DeviceField
 from paceline.topology.units import BytesPerSecond
 
 Integers = NDArray[np.int64]
@@ -46,10 +47,53 @@ class Network:
         return np.asarray(padded[routes].sum(axis=1))
 
 
+@dataclass(frozen=True)
+class Paths:
+    """What a ring of ranks gets from a cluster, as numbers.
+
+    Args:
+        devices_per_host: Devices that talk to each other without the network.
+        local_bytes_per_s: Bytes that a device sends to others of its host per second, while all do.
+        local_latency_s: Latency of a message inside a host.
+        network_bytes_per_s: Bytes that a device sends to other hosts per second, while all devices of its host do.
+        network_latency_s: Latency of a message between hosts.
+        is_bus: Whether all ranks share `local_bytes_per_s`.
+    """
+
+    devices_per_host: int
+    local_bytes_per_s: float
+    local_latency_s: float
+    network_bytes_per_s: float
+    network_latency_s: float
+    is_bus: bool = False
+
+
+class Host(Settings):
+    """A machine without its devices: an estimate of a common server, where nothing better is known."""
+
+    num_cores: int = Field(default=64, ge=1)
+    """Cores of its processors."""
+    memory_bytes: float = Field(default=512e9, gt=0)
+    """Size of its memory."""
+    disk_bytes: float = Field(default=2e12, gt=0)
+    """Size of its own disks."""
+    disk_speed: BytesPerSecond = BytesPerSecond.parse("2GB/s")
+    """Bytes that its disks write per second."""
+    idle_w: float = Field(default=300.0, ge=0)
+    """Power of processors, memory, fans and cards while nothing trains."""
+    load_w: float = Field(default=600.0, ge=0)
+    """The same while its devices train."""
+
+
 class Cluster(Family):
     """Settings of a kind of cluster."""
 
     family = "cluster"
+
+    device: DeviceField | None = None
+    """Device of every rank: the name of a preset, or a specification; None: not known."""
+    host: Host = Host()
+    """Each host without its devices."""
 
     bandwidth: BytesPerSecond = BytesPerSecond.parse("100gbit")
     """Bandwidth of one link of the network, each way, in bytes/s or with a unit: 100gbit, 12.5GB/s."""
@@ -64,6 +108,18 @@ class Cluster(Family):
     def devices_per_island(self) -> int:
         """Number of devices that are closer to each other than to the rest; 1 if there are no such groups."""
         return 1
+
+    @property
+    @abstractmethod
+    def paths(self) -> Paths:
+        """Speeds that a ring of ranks gets."""
+
+    def check_size(self, num_ranks: int) -> None:
+        """Raise SettingsError if the cluster has fewer devices; by default it has any number."""
+
+    def device_of_slowest(self, num_ranks: int) -> Device | None:
+        """Return the device that the others wait for; None if devices are not known."""
+        return self.device
 
     @abstractmethod
     def network(self, num_ranks: int) -> Network:

@@ -7,7 +7,8 @@ import numpy as np
 from pydantic import Field, model_validator
 
 from paceline.errors import SettingsError
-from paceline.topology.cluster import Cluster, Integers, Network
+from paceline.topology.cluster import Cluster, Integers, Network, Paths
+from paceline.topology.devices import Device, DeviceField
 from paceline.topology.units import BytesPerSecond
 
 Count = Annotated[int, Field(ge=1)]
@@ -33,6 +34,8 @@ class Hosts(Cluster):
     """Latency from one device to another of its host."""
     host_bandwidths: dict[int, BytesPerSecond] = Field(default={})
     """Bandwidth of the cards of single hosts that differ, by host: {3: "10gbit"} makes host 3 slow."""
+    host_devices: dict[int, DeviceField] = Field(default={})
+    """Devices of single hosts that differ, by host: {3: "v100_32gb"} makes host 3 older."""
     hosts_per_pod: Count | None = None
     """Hosts per switch; None: all of them."""
     oversubscription: float = Field(default=1.0, ge=1)
@@ -42,17 +45,43 @@ class Hosts(Cluster):
 
     @model_validator(mode="after")
     def _check_hosts(self) -> Self:
-        unknown = [host for host in self.host_bandwidths if host < 0 or host >= (self.num_hosts or host + 1)]
-        if unknown:
-            raise ValueError(
-                f"host_bandwidths must be of hosts from 0 to num_hosts - 1, but got {unknown[0]}; name another"
-            )
+        for field in ("host_bandwidths", "host_devices"):
+            unknown = [host for host in getattr(self, field) if host < 0 or host >= (self.num_hosts or host + 1)]
+            if unknown:
+                raise ValueError(
+                    f"{field} must be of hosts from 0 to num_hosts - 1, but got {unknown[0]}; name another"
+                )
         return self
 
     @property
     def devices_per_island(self) -> int:
         """Devices of a host, or, if each host has one, devices of a pod."""
         return self.devices_per_host if self.devices_per_host > 1 else self.hosts_per_pod or 1
+
+    @property
+    def paths(self) -> Paths:
+        """Speeds of a ring: its slowest host's card, an uplink's share where pods are oversubscribed."""
+        card = min([self.bandwidth, *self.host_bandwidths.values()])
+        per_device = card * self.nics_per_host / self.devices_per_host
+        return Paths(
+            devices_per_host=self.devices_per_host,
+            local_bytes_per_s=self.local_bandwidth,
+            local_latency_s=self.local_latency_s,
+            network_bytes_per_s=per_device / (self.oversubscription if self.hosts_per_pod else 1.0),
+            network_latency_s=self.latency_s + (self.core_latency_s if self.hosts_per_pod else 0.0),
+        )
+
+    def check_size(self, num_ranks: int) -> None:
+        """Raise SettingsError if the cluster has fewer devices."""
+        self._count_hosts(num_ranks)
+
+    def device_of_slowest(self, num_ranks: int) -> Device | None:
+        """Return the device with the lowest fp32 peak among the hosts that `num_ranks` ranks use."""
+        num_hosts = self._count_hosts(num_ranks)
+        others = {host: device for host, device in self.host_devices.items() if host < num_hosts}
+        devices = [*others.values()] if len(others) == num_hosts else [*others.values(), self.device]
+        known = [device for device in devices if device is not None]
+        return min(known, key=lambda device: device.peak_flops["fp32"]) if len(known) == len(devices) else None
 
     def network(self, num_ranks: int) -> Network:
         """Return the links: cards up and down, devices up and down, pods up and down."""

@@ -9,7 +9,7 @@ from pydantic import Field
 
 from paceline.errors import SettingsError
 from paceline.registry import register
-from paceline.topology.cluster import Cluster, Integers, Network
+from paceline.topology.cluster import Cluster, Integers, Network, Paths
 from paceline.topology.units import BytesPerSecond
 
 Shape = Annotated[tuple[Annotated[int, Field(ge=1)], ...], Field(min_length=1, max_length=3)]
@@ -29,6 +29,12 @@ class TorusCluster(Cluster):
     """Latency of one cable."""
     shape: Shape | None = None
     """Devices on each dim; None: two dims, as nearly square as the number of ranks allows."""
+
+    @property
+    def paths(self) -> Paths:
+        """Speeds of one ring on each dim, each both ways, that share the data."""
+        speed = 2.0 * len(self.shape or (0, 0)) * self.bandwidth
+        return Paths(1, speed, self.latency_s, speed, self.latency_s)
 
     def network(self, num_ranks: int) -> Network:
         """Return two links, there and back, for each device and dim."""

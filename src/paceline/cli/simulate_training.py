@@ -1,0 +1,54 @@
+"""`paceline simulate training`: rows that describe training steps in, answers out."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import typer
+
+from paceline.cli.clusters import read_json
+from paceline.errors import SettingsError, storing
+
+
+def simulate_training(spec: Path | None, calibrate: Path | None, json_file: Path | None) -> None:
+    """Price the rows of `spec`, corrected by the measured rows of `calibrate`; print them, and write `json_file`.
+
+    Raises:
+        SettingsError: A file is missing or not in the form of the contract.
+    """
+    from paceline.simulator.training import answer_rows, read_rows
+
+    if spec is None:
+        raise SettingsError("--spec must be given with training, but is not; name a JSON file of rows")
+    rows = read_rows(read_json(spec, "--spec"), str(spec), measured=False)
+    measured = (
+        [] if calibrate is None else read_rows(read_json(calibrate, "--calibrate"), str(calibrate), measured=True)
+    )
+    answers = answer_rows(rows, measured)
+    if json_file is not None:
+        with storing(json_file):
+            json_file.write_text(json.dumps(answers, indent=1) + "\n")
+    _print(answers["rows"])
+
+
+def _print(answers: list[dict[str, Any]]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    from paceline.monitor.formatting import number
+
+    table = Table("row", "step, s", "90 %", "memory, GB", "energy, kJ", "most of it", "basis", "assumed", box=None)
+    for answer in answers:
+        if answer["error"] is None:
+            interval = f"{number(answer['step_s_low'])} to {number(answer['step_s_high'])}"
+            sizes = f"{answer['memory_bytes'] / 1e9:.1f}", f"{answer['energy_j'] / 1e3:.4g}"
+            share = f"{answer['bound']} {answer['terms'][answer['bound']] / answer['step_s']:.0%}"
+            assumed = ", ".join(answer["assumed"]) or "-"
+            table.add_row(answer["id"], number(answer["step_s"]), interval, *sizes, share, answer["basis"], assumed)
+    console = Console()
+    if not console.is_terminal:
+        console.width = 160
+    console.print(table, markup=False)
+    for answer in answers:
+        if answer["error"] is not None:
+            typer.echo(f"{answer['id']} cannot be priced: {answer['error']}")

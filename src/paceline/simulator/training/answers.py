@@ -1,0 +1,120 @@
+"""Answers to rows of the contract: time, memory and energy of a step with intervals, terms, bound and assumptions."""
+
+from collections.abc import Sequence
+from math import exp
+from typing import Any
+
+import numpy as np
+
+from paceline.errors import PacelineError, SettingsError
+from paceline.simulator.training.batch import make_batch
+from paceline.simulator.training.calibration import load_posterior, select_measured
+from paceline.simulator.training.case import explain_refusal, make_case
+from paceline.simulator.training.contract import VERSION, Row
+from paceline.simulator.training.description import Description, describe
+from paceline.simulator.training.energy import WORKING, estimate_energy_j
+from paceline.simulator.training.fit import Posterior
+from paceline.simulator.training.likeness import Features
+from paceline.simulator.training.memory import LOG_SPREAD, estimate_memory
+from paceline.simulator.training.parameters import GENERATIONS
+from paceline.simulator.training.price import TERMS
+from paceline.topology.cluster import Floats
+
+QUANTILE = 1.645
+"""Standard deviations on either side of a 90 % interval of a normal distribution."""
+_UNKNOWN_SPREAD = 0.20
+"""Additional standard deviation of a step's logarithm on hardware that no shipped row knows."""
+_MEMORY_ROW_SPREAD = 0.04
+"""Standard deviation of measured memory around its case: what other rows of the case cannot say."""
+
+
+def answer_rows(rows: Sequence[Row], measured: Sequence[Row] = ()) -> dict[str, Any]:
+    """Return the answers to rows, in their order, as a document of the contract.
+
+    Args:
+        rows: Rows to price.
+        measured: Rows of the case at hand that were measured: they correct the answers.
+
+    Raises:
+        SettingsError: A measured row cannot be priced.
+    """
+    described: dict[int, Description] = {}
+    refusals: dict[int, str] = {}
+    for number, row in enumerate(rows):
+        try:
+            described[number] = describe(make_case(row))
+        except PacelineError as error:
+            refusals[number] = explain_refusal(error)
+    posterior = load_posterior()
+    if any(row.measured is not None and row.measured.step_s is not None for row in measured):
+        seen = _check_measured(measured)
+        posterior = posterior.correct(seen.observe(range(len(seen.rows))))
+    memory = _correct_memory(measured)
+    answers: dict[int, dict[str, Any]] = {
+        number: {"id": rows[number].id, "error": reason} for number, reason in refusals.items()
+    }
+    if described:
+        priced = _price(list(described.values()), posterior, memory)
+        answers |= dict(zip(described, priced, strict=True))
+    return {"version": VERSION, "rows": [answers[number] for number in range(len(rows))]}
+
+
+def _check_measured(measured: Sequence[Row]) -> Any:
+    for row in measured:
+        try:
+            make_case(row)
+        except PacelineError as error:
+            raise SettingsError(f"measured row {row.id} cannot be priced: {error}") from error
+    return select_measured(measured)
+
+
+def _correct_memory(measured: Sequence[Row]) -> tuple[float, float]:
+    """Return the logarithm of the factor on memory that rows of the case show, and its spread."""
+    ratios = []
+    for row in measured:
+        if row.measured is not None and row.measured.memory_bytes is not None:
+            estimate = estimate_memory(describe(make_case(row))).total_bytes
+            ratios.append(np.log(row.measured.memory_bytes / estimate))
+    precision = 1 / LOG_SPREAD**2 + len(ratios) / _MEMORY_ROW_SPREAD**2
+    return float(sum(ratios) / _MEMORY_ROW_SPREAD**2 / precision), float(np.sqrt(1 / precision + _MEMORY_ROW_SPREAD**2))
+
+
+def _price(
+    descriptions: Sequence[Description], posterior: Posterior, memory: tuple[float, float]
+) -> list[dict[str, Any]]:
+    batch = make_batch(descriptions)
+    prediction = posterior.predict(batch, Features(descriptions))
+    is_corrected = posterior.case is not None
+    return [
+        _answer(description, prediction.terms[number], float(prediction.log_spreads[number]), memory, is_corrected)
+        for number, description in enumerate(descriptions)
+    ]
+
+
+def _answer(
+    description: Description, terms: Floats, log_spread: float, memory: tuple[float, float], is_corrected: bool
+) -> dict[str, Any]:
+    case = description.case
+    is_known = case.device.generation in GENERATIONS
+    spread = log_spread if is_known or is_corrected else float(np.hypot(log_spread, _UNKNOWN_SPREAD))
+    step_s = float(terms.sum())
+    by_name = {name: float(seconds) for name, seconds in zip(TERMS, terms, strict=True) if seconds > 0}
+    busy = sum(seconds for name, seconds in by_name.items() if name in WORKING) / step_s
+    memory_bytes = estimate_memory(description).total_bytes * exp(memory[0])
+    low, high = exp(-QUANTILE * spread), exp(QUANTILE * spread)
+    memory_width = exp(QUANTILE * memory[1])
+    return {
+        "id": case.row.id,
+        "step_s": step_s,
+        "step_s_low": step_s * low,
+        "step_s_high": step_s * high,
+        "memory_bytes": memory_bytes,
+        "memory_bytes_low": memory_bytes / memory_width,
+        "memory_bytes_high": memory_bytes * memory_width,
+        "energy_j": estimate_energy_j(case, step_s, busy),
+        "terms": by_name,
+        "bound": max(by_name, key=lambda name: by_name[name]),
+        "basis": "calibrated" if is_corrected else "published" if is_known else "specification",
+        "assumed": list(case.assumed),
+        "error": None,
+    }

@@ -1,0 +1,164 @@
+"""A training step as numbers: operators and exchanges of the slowest rank, before any of them has a time."""
+
+from dataclasses import dataclass, replace
+from math import ceil
+
+from paceline.simulator.training.case import StepCase
+from paceline.simulator.training.exchanges import Axis, AxisGroup, Exchange
+from paceline.simulator.training.operators import Workload, WorkSlice
+
+OPTIMIZER_BYTES = {"adamw": 30.0, "adam": 30.0, "lamb": 54.0, "lars": 34.0, "sgd": 22.0, "momentum": 22.0}
+"""Bytes that an update reads and writes for each parameter of a rank, in mixed precision."""
+_UNKNOWN_OPTIMIZER_BYTES = 30.0
+
+
+@dataclass(frozen=True)
+class Description:
+    """A step as numbers.
+
+    Args:
+        case: Case of it.
+        workload: Operators of one micro-batch on one rank, of all layers.
+        stage_blocks: Share of all blocks in the slowest stage.
+        stage_heads: Whether that stage has the head: 0 or 1.
+        other_blocks: Share of all blocks in the other stages.
+        other_heads: Whether one of those has the head.
+        fill: Times that the other stages' micro-batch is waited for: the bubble.
+        stage_parameters: Parameters of a rank of the slowest stage, before the sharded axis divides them.
+        exchanges: Exchanges of the rank.
+        optimizer_bytes: Bytes that its optimizer moves.
+        accumulate_bytes: Bytes that adding gradients moves in each micro-batch.
+    """
+
+    case: StepCase
+    workload: Workload
+    stage_blocks: float
+    stage_heads: float
+    other_blocks: float
+    other_heads: float
+    fill: float
+    stage_parameters: float
+    exchanges: tuple[Exchange, ...]
+    optimizer_bytes: float
+    accumulate_bytes: float
+
+
+def describe(case: StepCase) -> Description:
+    """Return the numbers of a case."""
+    workload = case.model.count(_slice(case), case.image)
+    blocks, heads = _find_slowest_stage(case)
+    parameters = workload.block_parameters * blocks + _ends_parameters(workload, case, heads)
+    owned = parameters / case.num_shards
+    chunks = case.stages_per_rank if "interleaved" in case.order else 1
+    fill = (1 / 3 if "zero_bubble" in case.order else 1.0) / chunks
+    per_parameter = OPTIMIZER_BYTES.get(case.optimizer, _UNKNOWN_OPTIMIZER_BYTES)
+    return Description(
+        case=case,
+        workload=workload,
+        stage_blocks=blocks,
+        stage_heads=heads,
+        other_blocks=1.0 - blocks,
+        other_heads=1.0 - heads,
+        fill=fill if case.pipeline > 1 else 0.0,
+        stage_parameters=parameters,
+        exchanges=tuple(_list_exchanges(case, workload, blocks, parameters)),
+        optimizer_bytes=owned * per_parameter,
+        accumulate_bytes=parameters * 10.0 / (case.sharded if case.zero_stage >= 2 else 1),
+    )
+
+
+def _slice(case: StepCase) -> WorkSlice:
+    element = 4.0 if case.precision in ("fp32", "tf32") else 2.0
+    weight = 1.0 if case.precision == "fp8" and case.device.find_precision("fp8") == "fp8" else element
+    full, selective = case.recompute == "full", case.recompute == "selective"
+    by_operator = selective and case.attention == "fused"
+    return WorkSlice(
+        samples=case.samples,
+        tokens=case.tokens / case.context,
+        sequence=float(case.tokens),
+        tensor=case.tensor,
+        is_split=case.sequence_parallel,
+        element_bytes=element,
+        weight_bytes=weight,
+        is_fused=case.attention == "fused",
+        # Fused attention keeps no scores: what is recomputed selectively there is every other product.
+        recomputed=1.0 if full else 0.5 if by_operator else 0.0,
+        recomputes_attention=full or (selective and not by_operator),
+        recomputed_bytes=1.0 if full or by_operator else 0.0,
+    )
+
+
+def _find_slowest_stage(case: StepCase) -> tuple[float, float]:
+    """Return the share of all blocks in the slowest stage, and whether it has the head.
+
+    Where blocks do not divide evenly but blocks, embedding and head together do, these count as blocks.
+    """
+    num_blocks, stages = case.model.num_blocks, case.pipeline
+    if stages == 1:
+        return 1.0, 1.0
+    if num_blocks % stages and (num_blocks + 2) % stages == 0:
+        middle, last = (num_blocks + 2) // stages, (num_blocks + 2) // stages - 1
+    else:
+        middle, last = ceil(num_blocks / stages), num_blocks // stages
+    # The stage is the same with and without recomputation, so that this cannot make a step shorter.
+    workload = case.model.count(_slice(replace(case, recompute="none")), case.image)
+    of_block = sum(f * c for f, c in zip(workload.blocks.flops, workload.blocks.counts, strict=True)) / num_blocks
+    of_head = sum(f * c for f, c in zip(workload.head.flops, workload.head.counts, strict=True))
+    if last * of_block + of_head > middle * of_block:
+        return last / num_blocks, 1.0
+    return middle / num_blocks, 0.0
+
+
+def _ends_parameters(workload: Workload, case: StepCase, heads: float) -> float:
+    """Return the parameters of embedding and head in the slowest stage; with stages, the last copies a tied one."""
+    if case.pipeline == 1:
+        return workload.embedding_parameters + workload.head_parameters
+    return heads * (workload.head_parameters or workload.embedding_parameters)
+
+
+def _list_exchanges(case: StepCase, workload: Workload, blocks: float, parameters: float) -> list[Exchange]:
+    element = 4.0 if case.precision in ("fp32", "tf32") else 2.0
+    boundary = workload.boundary_elements * element
+    found = []
+    if case.tensor > 1:
+        group = AxisGroup.of_axis(case.tensor, 1, case.paths)
+        again = (
+            1.5
+            if case.recompute == "full"
+            else 1.25
+            if case.recompute == "selective" and case.attention == "fused"
+            else 1.0
+        )
+        found.append(group.reduce(Axis.TENSOR, boundary, workload.block_reductions * again))
+    if case.context > 1:
+        group = AxisGroup.of_axis(case.context, case.tensor, case.paths)
+        again = 2.0 if case.recompute == "full" else 1.0
+        found.append(group.gather(Axis.CONTEXT, workload.context_elements * element * case.context, again + 2.0))
+    if case.pipeline > 1:
+        inner = case.tensor * case.context * case.sharded * case.data
+        group = AxisGroup.of_axis(case.pipeline, inner, case.paths)
+        chunks = case.stages_per_rank if "interleaved" in case.order else 1
+        split = case.tensor if case.sequence_parallel or case.stack.startswith("megatron") else 1
+        found.append(group.send(Axis.PIPELINE, boundary / split, 2.0 * chunks))
+    return found + _list_gradients(case, parameters, element)
+
+
+def _list_gradients(case: StepCase, parameters: float, element: float) -> list[Exchange]:
+    """Return the exchanges of gradients and parameters: over sharded and context ranks, then over replicas."""
+    inner = case.tensor
+    shard = AxisGroup.of_axis(case.sharded * case.context, inner, case.paths)
+    replicas = AxisGroup.of_axis(case.data, inner * case.context * case.sharded, case.paths)
+    # Megatron adds gradients of bf16 in fp32, and sends them so.
+    summed = 4.0 if case.stack.startswith("megatron") and case.precision == "bf16" else element
+    num_bytes, found = parameters * element, []
+    if case.num_shards > 1 and case.zero_stage == 3:
+        found.append(shard.gather(Axis.SHARD, num_bytes, 3.0))
+    elif case.num_shards > 1 and case.zero_stage == 2:
+        found.append(shard.gather(Axis.SHARD, num_bytes, 2.0))
+    elif case.num_shards > 1:
+        found.append(shard.gather(Axis.DATA, num_bytes + parameters * summed))
+    elif case.context > 1:
+        found.append(shard.reduce(Axis.DATA, parameters * summed))
+    if case.data > 1:
+        found.append(replicas.reduce(Axis.DATA, parameters * summed / case.sharded))
+    return found
