@@ -21,8 +21,12 @@ from paceline.compression.codec import all_of
 from paceline.data import Batch, Interval, Loader
 from paceline.data.pipeline import _copy_stream
 from paceline.memory import ActivationOffload
+from paceline.parallel.gradient_use import GradientUse
+from paceline.parallel.mixture_of_experts import Experts
 from paceline.parallel.model_shard import ModelShard
 from paceline.parallel.pipeline.traced import find_layers
+from paceline.parallel.token_exchange import TokenExchange
+from paceline.replica.buckets import attach_arrived, make_buckets
 from paceline.replica.replica import Replica
 from paceline.replica.step_result import StepTimes
 from paceline.replica.step_scalars import _scalar_stream
@@ -112,6 +116,65 @@ def test_ranks_of_one_worker_begin_backward_without_waiting(streams, settings):
         assert rank.in_backward == []
         assert len(rank.syncs) == len(settings), rank.syncs
         assert rank.result.weight == 1.0 + 2.0  # here the losses of both ranks count
+
+
+def of_this_thread(syncs):
+    return [what for name, what in syncs if name == threading.current_thread().name]
+
+
+def test_which_sharded_parameters_were_used_is_known_without_waiting():
+    """FSDP2 itself needs processes; what it adds to a step of ours is this exchange."""
+
+    def work(group):
+        group.device = DEVICE
+        use = GradientUse(torch.nn.Linear(2, 2), [], group)
+        use._used = {"weight"} if group.rank else set()
+        with recorded_syncs() as syncs:
+            found = use.exchange(LocalGroup(device=DEVICE))
+        return found.unused, of_this_thread(syncs)
+
+    assert LocalGroup.run(2, work, timeout_s=20) == [(["bias"], [])] * 2
+
+
+def test_buckets_with_unused_parameters_wait_once_for_all():
+    def work():
+        parameters = dict(torch.nn.Linear(2, 2).to(DEVICE).named_parameters())
+        buckets = make_buckets(parameters, [[name] for name in parameters], LocalGroup(device=DEVICE), {})
+        for bucket in buckets:
+            bucket.clear_unused()
+        buckets[0].flat.flags[0] = 1  # another rank used it
+        with recorded_syncs() as syncs:
+            unused = attach_arrived(buckets)
+        return unused, len(syncs), [parameter.grad is None for parameter in parameters.values()]
+
+    assert run_on_stand_in(work) == (["bias"], 1, [False, True])
+
+
+def test_tokens_on_their_way_to_experts_wait_for_their_numbers_only():
+    torch.manual_seed(0)  # all threads draw from one generator
+    whole, tokens, weights = Experts(8, 4, 8), torch.randn(6, 8), torch.rand(6, 2)
+    index = torch.tensor([[0, 1], [2, 3], [1, 4], [0, 4], [3, 0], [2, 0]])
+    expected = whole(tokens, index, weights)
+
+    def work(group):
+        group.device = DEVICE
+        mine = Experts(8, 2, 8)
+        for own, parameter in zip(mine.parameters(), whole.parameters(), strict=True):
+            own.data.copy_(parameter.data.chunk(2)[group.rank])
+        mine.to(DEVICE)
+        TokenExchange("moe", mine, group, 4)
+        given = [one.to(DEVICE) for one in (tokens, index, weights)]
+        given[0].requires_grad_()
+        with recorded_syncs() as syncs:
+            output = mine(*given)
+            in_forward = of_this_thread(syncs)
+            output.sum().backward()
+            in_all = of_this_thread(syncs)
+        return in_forward, len(in_all), torch.allclose(output.cpu(), expected)
+
+    for in_forward, number, is_right in LocalGroup.run(2, work, timeout_s=20):
+        assert len(in_forward) == number == 1, in_forward
+        assert is_right
 
 
 def run_on_stand_in(work):
