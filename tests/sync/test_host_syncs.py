@@ -21,12 +21,16 @@ from paceline.compression.codec import all_of
 from paceline.data import Batch, Interval, Loader
 from paceline.data.pipeline import _copy_stream
 from paceline.memory import ActivationOffload
+from paceline.parallel.activations import Activations
 from paceline.parallel.gradient_use import GradientUse
 from paceline.parallel.mixture_of_experts import Experts
 from paceline.parallel.model_shard import ModelShard
+from paceline.parallel.pipeline import Pipeline
+from paceline.parallel.pipeline.times import Clock
 from paceline.parallel.pipeline.traced import find_layers
 from paceline.parallel.token_exchange import TokenExchange
 from paceline.replica.buckets import attach_arrived, make_buckets
+from paceline.replica.loss import Loss
 from paceline.replica.replica import Replica
 from paceline.replica.step_result import StepTimes
 from paceline.replica.step_scalars import _scalar_stream
@@ -334,3 +338,46 @@ def test_flags_of_both_kinds_combine():
     assert all_of([True, False]) is False
     assert not all_of([True, torch.tensor(False)])
     assert all_of([torch.tensor(True), True])
+
+
+class OneStage:
+    """A pipeline of one stage. Torch's schedule and DTensor's redistribution need processes; all around them runs."""
+
+    def __init__(self, module, activations):
+        self.shared, self.place, self.last_place, self.module, self.activations = {}, 0, 0, module, activations
+        self._driver = Pipeline.__new__(Pipeline)
+        self._driver._clock, self._driver.num_stages, self._driver._num_losses = Clock(DEVICE), 1, 0
+
+    def run(self, inputs, data, loss, *, timed=False):
+        self._driver._loss = lambda output, places: loss(output, data)
+        output = self.activations.add(self.module(*inputs))
+        self._driver._compute_loss(output, torch.arange(len(inputs[0]))).backward()
+
+
+def test_a_step_through_stages_and_split_matrices_waits_once(monkeypatch):
+    monkeypatch.setattr(Activations, "_move", lambda self, part, *placements: part)
+
+    def shard(module, group):
+        made = ModelShard(group, Layout(), module=module)
+        made.pipeline = OneStage(module, Activations(None, cuts_tokens=False))
+        group.membership.shards.append(made)
+        return module
+
+    def work(group):
+        group.device = DEVICE
+        module = shard(make_module().to(DEVICE), group)
+        replica = Replica(module, torch.optim.SGD(module.parameters(), lr=0.05), group=group, sync=EveryStep())
+        for number in range(NUM_STEPS):
+            data = tuple(tensor.to(DEVICE) for tensor in make_batch(group.rank, number))
+            batch = Batch(data, len(data[0]), Interval(0, len(data[0])))
+            group.all_reduce(torch.zeros(1, device=DEVICE), name="begin together").wait()
+            with recorded_syncs() as syncs:
+                replica.backward_through(
+                    batch, lambda output, part: Loss(F.mse_loss(output, part.targets), float(part.num_samples))
+                )
+                replica.update()
+            group.all_reduce(torch.zeros(1, device=DEVICE), name="end together").wait()
+        return of_this_thread(syncs)
+
+    [[wait]] = LocalGroup.run(1, work, timeout_s=20)
+    assert wait.startswith("wait for an event")  # the step's scalars, which are known after all micro-batches
