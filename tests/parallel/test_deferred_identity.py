@@ -124,6 +124,18 @@ def build_with_a_generator_from_before() -> nn.Module:
     return nn.Sequential(first, seed_by_state(HELD[0].get_state()))
 
 
+def build_by_naming_the_generator() -> nn.Module:
+    module, generator = nn.Linear(40, 40), torch.default_generator
+    nn.init.normal_(module.weight, generator=generator)
+    nn.init.trunc_normal_(module.bias, generator=generator)
+    module.places = torch.randn(7, generator=generator)
+    return nn.Sequential(module, nn.Linear(40, 40))
+
+
+def test_a_construction_may_name_torchs_generator() -> None:
+    compare(build_by_naming_the_generator)
+
+
 GENERATORS = [build_by_the_generator, build_by_a_clone, build_by_an_imported_function, build_by_what_seeding_returns]
 
 

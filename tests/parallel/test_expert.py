@@ -65,14 +65,34 @@ class Stack(nn.Module):
         self.num_experts, self.is_broken = 4, ""
         self.matrix = nn.Parameter(torch.randn(4, 16, 16) * 0.1)
 
-    def forward(self, tokens: Tensor, index: Tensor, weight: Tensor) -> Tensor:
-        is_mine = F.one_hot(index, self.num_experts + 1)[..., :-1] * weight[..., None]
-        mapped = torch.einsum("nke,eij,nj->ni", is_mine.to(tokens), self.matrix, tokens)
+    def forward(
+        self, tokens: Tensor, index: Tensor, weight: Tensor, scale: float = 1.0, *, rows: Any = None, gates: Any = None
+    ) -> Tensor:
+        gates = weight if gates is None else weight * gates
+        is_mine = F.one_hot(index, self.num_experts + 1)[..., :-1] * gates[..., None]
+        mapped = scale * torch.einsum("nke,eij,nj->ni", is_mine.to(tokens), self.matrix, tokens)
+        if rows is not None:
+            is_kept, shift = rows
+            mapped = mapped + is_mine.sum((1, 2))[:, None] * is_kept[:, None] * shift
         if self.is_broken == "squares":
             return mapped + 1e-3 * weight.square().sum(1, keepdim=True)
         if self.is_broken == "counts" and self.num_experts != 4:
             raise ValueError("four experts are wanted")
         return mapped.cumsum(0) if self.is_broken == "mixes" else mapped
+
+
+class Further(nn.Module):
+    """A caller of experts with arguments after the third: a number, rows of tokens, a number of each choice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stack, self.is_broken = Stack(), False
+
+    def forward(self, tokens: Tensor, index: Tensor, weight: Tensor) -> Tensor:
+        rows = tokens[:, 0] > 0, 0.5 * tokens.flip(1)
+        scale = float(tokens.mean()) if self.is_broken else 0.25
+        mapped: Tensor = self.stack(tokens, index, weight, scale, rows=rows, gates=1.0 + index.to(weight))
+        return mapped
 
 
 def make_model(settings: dict[str, Any] | None = None) -> nn.Module:
@@ -101,6 +121,12 @@ def make_stacked() -> nn.Module:
     return model
 
 
+def make_further() -> nn.Module:
+    model = make_stacked()
+    model.layers[1].mlp.experts = Further().double()
+    return model
+
+
 def make_mixtral() -> nn.Module:
     torch.manual_seed(0)
     sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -121,6 +147,7 @@ MODELS = {
     "collapsed": make_collapsed,
     "extra": make_extra,
     "stacked": make_stacked,
+    "further": make_further,
     "mixtral": make_mixtral,
     "recomputed": make_recomputed,
 }
@@ -253,6 +280,11 @@ def refuse_strange_experts(group: Group) -> list[str]:
     """Return the refusals of experts that see several tokens, and of experts without a sample to prove them by."""
     refusals = []
     some = samples_of(0, 0, 1)[0]
+    model = make_further()
+    model.layers[1].mlp.experts.is_broken = True
+    with pytest.raises(SettingsError) as caught:
+        parallelize(model, Layout(expert=2), group=group, sample=some)
+    refusals.append(str(caught.value))
     for broken, sample in (("mixes", some), ("squares", some), ("counts", some), ("", None)):
         model = make_stacked()
         model.layers[1].mlp.experts.is_broken = broken
@@ -304,6 +336,7 @@ CASES: list[Any] = [
             ("extra", {"expert": 2}, 1),
             ("free", {"expert": 2}, 2),
             ("stacked", {"expert": 2}, 1),
+            ("further", {"expert": 2}, 2),
             ("collapsed", {"expert": 2}, 1),
             ("mixtral", {"expert": 2}, 2),
             ("recomputed", {"expert": 2}, 1),
@@ -341,8 +374,9 @@ def test_experts_that_are_shared_train_as_in_one_process(
     if num_ranks == 2:
         first, second, price = found.pop("bytes")
         assert first == second == price > 0
-        mixing, squaring, counting, unproved, diverged = found.pop("refusals")
+        varying, mixing, squaring, counting, unproved, diverged = found.pop("refusals")
         assert "differ, first in parameter norm.weight" in diverged
+        assert "but 'scale' of layers.1.mlp.experts.stack (Stack) depends on the sample" in varying
         assert "but layers.1.mlp.experts (Stack) has another output, by" in mixing
         assert "but layers.1.mlp.experts (Stack) has another output, by" in squaring
         assert "(Stack) fails on a rank's part with ValueError: four experts are wanted" in counting

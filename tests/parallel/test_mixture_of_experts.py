@@ -116,6 +116,21 @@ def test_balance_is_least_where_experts_are_used_evenly_and_its_loss_makes_them(
     assert balance_loss(layer).item() == 0.0, "each forward counts once"
 
 
+def test_each_use_of_a_layer_in_a_forward_counts_and_no_earlier_forward() -> None:
+    layer, one_BTW, other_BTW = make(balance=0.1), make_samples(2, 8), make_samples(3, 8)
+    layer(one_BTW)
+    first = balance_loss(layer).item()
+    layer(other_BTW).sum().backward()  # whose loss nobody takes
+    layer(one_BTW)
+    output = layer(other_BTW)
+    both = balance_loss(layer)
+    output.sum().backward()
+    layer(other_BTW)
+    second = balance_loss(layer).item()
+    assert min(first, second) >= 0.1
+    assert both.item() == pytest.approx(first + second)
+
+
 def test_a_recomputed_layer_counts_once_and_has_the_same_gradients() -> None:
     gradients = []
     for is_recomputed in (False, True):

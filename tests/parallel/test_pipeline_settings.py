@@ -14,7 +14,7 @@ from paceline.comm.local_group import LocalGroup
 from paceline.errors import SettingsError
 from paceline.parallel.mesh import Mesh
 from paceline.parallel.pipeline import ORDERS, Pipeline, PipelineSettings, list_layers
-from paceline.parallel.pipeline.costs import RNN_FLOPS, cut, estimate, measure
+from paceline.parallel.pipeline.costs import FLOPS, cut, estimate, measure
 from paceline.parallel.pipeline.layers import AbsentModule, PipelineLayer, find_owned, keep_only
 from paceline.registry import explain
 from paceline.topology.layout import Layout
@@ -256,13 +256,35 @@ def test_a_recurrence_costs_its_matrices_and_no_norm_is_free(kind: type[nn.RNNBa
 
 def test_the_flops_of_a_recurrence_on_a_gpu_are_those_on_a_cpu() -> None:
     (on_cpu,), (on_gpu,) = (
-        [count for kernel, count in RNN_FLOPS.items() if kernel.__name__ == name]
+        [count for kernel, count in FLOPS.items() if kernel.__name__ == name]
         for name in ("mkldnn_rnn_layer", "_cudnn_rnn")
     )
     weights = [torch.Size((256, 32)), torch.Size((256, 64)), torch.Size((256,)), torch.Size((256,))]
     assert on_cpu(torch.Size((16, 8, 32)), *weights) == on_gpu(torch.Size((16, 8, 32)), weights, 4)
     packed = torch.Size((100, 32))
     assert on_gpu(packed, weights, 4) == 2 * 100 * 256 * (32 + 64)
+
+
+class Attention(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.scaled_dot_product_attention(x, x, x)
+
+
+def test_attention_on_cpus_costs_its_products() -> None:
+    model, x = nn.Sequential(nn.Linear(8, 8), Attention()), torch.randn(2, 4, 128, 8)
+    _, attention = estimate(model, list_layers(model), (x,))
+    assert attention > 2 * 2 * 2 * 4 * 128 * 128 * 8
+
+
+def test_costs_are_those_of_a_micro_batch() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    seen: list[tuple[int, ...]] = []
+    model[0].register_forward_pre_hook(lambda module, args: seen.append(tuple(args[0].shape)))
+    mesh: Any = SimpleNamespace(size=lambda axis: 2, world=LocalGroup())
+    sample = (torch.randn(3, 8),)
+    cut(model, list_layers(model), PipelineSettings(), mesh, sample, 64)
+    cut(model, list_layers(model), PipelineSettings(), mesh, sample, 2)
+    assert seen == [(64, 8), (3, 8)]
 
 
 def test_costs_of_a_trial_leave_no_trace() -> None:

@@ -21,8 +21,16 @@ from paceline.compression.codec import all_of
 from paceline.data import Batch, Interval, Loader
 from paceline.data.pipeline import _copy_stream
 from paceline.memory import ActivationOffload
+from paceline.parallel.activations import Activations
+from paceline.parallel.gradient_use import GradientUse
+from paceline.parallel.mixture_of_experts import Experts
 from paceline.parallel.model_shard import ModelShard
+from paceline.parallel.pipeline import Pipeline
+from paceline.parallel.pipeline.times import Clock
 from paceline.parallel.pipeline.traced import find_layers
+from paceline.parallel.token_exchange import TokenExchange
+from paceline.replica.buckets import attach_arrived, make_buckets
+from paceline.replica.loss import Loss
 from paceline.replica.replica import Replica
 from paceline.replica.step_result import StepTimes
 from paceline.replica.step_scalars import _scalar_stream
@@ -112,6 +120,65 @@ def test_ranks_of_one_worker_begin_backward_without_waiting(streams, settings):
         assert rank.in_backward == []
         assert len(rank.syncs) == len(settings), rank.syncs
         assert rank.result.weight == 1.0 + 2.0  # here the losses of both ranks count
+
+
+def of_this_thread(syncs):
+    return [what for name, what in syncs if name == threading.current_thread().name]
+
+
+def test_which_sharded_parameters_were_used_is_known_without_waiting():
+    """FSDP2 itself needs processes; what it adds to a step of ours is this exchange."""
+
+    def work(group):
+        group.device = DEVICE
+        use = GradientUse(torch.nn.Linear(2, 2), [], group)
+        use._used = {"weight"} if group.rank else set()
+        with recorded_syncs() as syncs:
+            found = use.exchange(LocalGroup(device=DEVICE))
+        return found.unused, of_this_thread(syncs)
+
+    assert LocalGroup.run(2, work, timeout_s=20) == [(["bias"], [])] * 2
+
+
+def test_buckets_with_unused_parameters_wait_once_for_all():
+    def work():
+        parameters = dict(torch.nn.Linear(2, 2).to(DEVICE).named_parameters())
+        buckets = make_buckets(parameters, [[name] for name in parameters], LocalGroup(device=DEVICE), {})
+        for bucket in buckets:
+            bucket.clear_unused()
+        buckets[0].flat.flags[0] = 1  # another rank used it
+        with recorded_syncs() as syncs:
+            unused = attach_arrived(buckets)
+        return unused, len(syncs), [parameter.grad is None for parameter in parameters.values()]
+
+    assert run_on_stand_in(work) == (["bias"], 1, [False, True])
+
+
+def test_tokens_on_their_way_to_experts_wait_for_their_numbers_only():
+    torch.manual_seed(0)  # all threads draw from one generator
+    whole, tokens, weights = Experts(8, 4, 8), torch.randn(6, 8), torch.rand(6, 2)
+    index = torch.tensor([[0, 1], [2, 3], [1, 4], [0, 4], [3, 0], [2, 0]])
+    expected = whole(tokens, index, weights)
+
+    def work(group):
+        group.device = DEVICE
+        mine = Experts(8, 2, 8)
+        for own, parameter in zip(mine.parameters(), whole.parameters(), strict=True):
+            own.data.copy_(parameter.data.chunk(2)[group.rank])
+        mine.to(DEVICE)
+        TokenExchange("moe", mine, group, 4)
+        given = [one.to(DEVICE) for one in (tokens, index, weights)]
+        given[0].requires_grad_()
+        with recorded_syncs() as syncs:
+            output = mine(*given)
+            in_forward = of_this_thread(syncs)
+            output.sum().backward()
+            in_all = of_this_thread(syncs)
+        return in_forward, len(in_all), torch.allclose(output.cpu(), expected)
+
+    for in_forward, number, is_right in LocalGroup.run(2, work, timeout_s=20):
+        assert len(in_forward) == number == 1, in_forward
+        assert is_right
 
 
 def run_on_stand_in(work):
@@ -271,3 +338,46 @@ def test_flags_of_both_kinds_combine():
     assert all_of([True, False]) is False
     assert not all_of([True, torch.tensor(False)])
     assert all_of([torch.tensor(True), True])
+
+
+class OneStage:
+    """A pipeline of one stage. Torch's schedule and DTensor's redistribution need processes; all around them runs."""
+
+    def __init__(self, module, activations):
+        self.shared, self.place, self.last_place, self.module, self.activations = {}, 0, 0, module, activations
+        self._driver = Pipeline.__new__(Pipeline)
+        self._driver._clock, self._driver.num_stages, self._driver._num_losses = Clock(DEVICE), 1, 0
+
+    def run(self, inputs, data, loss, *, timed=False):
+        self._driver._loss = lambda output, places: loss(output, data)
+        output = self.activations.add(self.module(*inputs))
+        self._driver._compute_loss(output, torch.arange(len(inputs[0]))).backward()
+
+
+def test_a_step_through_stages_and_split_matrices_waits_once(monkeypatch):
+    monkeypatch.setattr(Activations, "_move", lambda self, part, *placements: part)
+
+    def shard(module, group):
+        made = ModelShard(group, Layout(), module=module)
+        made.pipeline = OneStage(module, Activations(None, cuts_tokens=False))
+        group.membership.shards.append(made)
+        return module
+
+    def work(group):
+        group.device = DEVICE
+        module = shard(make_module().to(DEVICE), group)
+        replica = Replica(module, torch.optim.SGD(module.parameters(), lr=0.05), group=group, sync=EveryStep())
+        for number in range(NUM_STEPS):
+            data = tuple(tensor.to(DEVICE) for tensor in make_batch(group.rank, number))
+            batch = Batch(data, len(data[0]), Interval(0, len(data[0])))
+            group.all_reduce(torch.zeros(1, device=DEVICE), name="begin together").wait()
+            with recorded_syncs() as syncs:
+                replica.backward_through(
+                    batch, lambda output, part: Loss(F.mse_loss(output, part.targets), float(part.num_samples))
+                )
+                replica.update()
+            group.all_reduce(torch.zeros(1, device=DEVICE), name="end together").wait()
+        return of_this_thread(syncs)
+
+    [[wait]] = LocalGroup.run(1, work, timeout_s=20)
+    assert wait.startswith("wait for an event")  # the step's scalars, which are known after all micro-batches

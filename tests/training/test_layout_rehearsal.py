@@ -98,7 +98,7 @@ def test_the_rank_that_needs_the_most_needs_what_was_estimated() -> None:
     for case in CASES:
         run, measured = make(case), results[0].value[case]
         estimated = estimate(run, TEXT, 4, CPU)
-        assert not estimated.is_rough
+        assert not estimated.division
         parts = {name: estimated.bytes_of[name] for name in ("parameters", "gradients", "optimizer", "activations")}
         if abs(estimated.peak_bytes / measured["peak"] - 1) > 0.04:  # 10 % are promised
             wrong[case] = (estimated.peak_bytes, measured, parts)
@@ -136,7 +136,7 @@ def test_a_model_of_many_gigabytes_takes_no_memory() -> None:
     before = torch.empty(0)
     needed = estimate(large, TEXT, 8, CPU)
     assert needed.bytes_of["optimizer"] > 2 * 10**9
-    assert not needed.is_rough
+    assert not needed.division
     assert not dist.is_initialized()
     assert before.device == CPU
 
@@ -160,7 +160,7 @@ class Foreign(nn.Module):
 def test_a_model_whose_layers_are_found_by_running_it_is_rehearsed() -> None:
     model = FunctionModel(path=f"{__file__}:Foreign")
     kept = [estimate(make_run(layout=layout, model=model), TEXT, 2, CPU) for layout in (Layout(), Layout(pipeline=2))]
-    assert not kept[1].is_rough
+    assert not kept[1].division
     assert kept[1].bytes_of["parameters"] < 0.7 * kept[0].bytes_of["parameters"]
 
 

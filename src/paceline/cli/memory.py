@@ -40,7 +40,7 @@ def memory(
             f"copies in peers' memory take {_size(num_bytes)} of the host's for each rank, in {run.peer_memory.folder}"
         )
     available = available_bytes(device, num_ranks)
-    outcome = "fits" if needed.peak_bytes <= available else "does not fit"
+    outcome = "fits" if needed.peak_bytes <= available else "may not fit" if needed.division else "does not fit"
     typer.echo(f"it {outcome}: a rank may have {_size(available)} here")
 
 
@@ -49,8 +49,8 @@ def _print(needed: "Estimate", num_ranks: int, device: str) -> None:
     for category, num_bytes in needed.bytes_of.items():
         typer.echo(f"  {category:14} {_size(num_bytes):>9}")
     typer.echo(f"  {'in all':14} {_size(needed.peak_bytes):>9}")
-    if needed.is_rough:
-        typer.echo("  divided by the layout's axes, since ranks could not be rehearsed: it may be a third too low")
+    if needed.division:
+        typer.echo(f"  an estimate by division, since ranks could not be rehearsed: {needed.division}")
     if needed.host_bytes:
         typer.echo(f"  {'on the host':14} {_size(needed.host_bytes):>9}")
 

@@ -32,8 +32,8 @@ class Estimate:
     """Bytes on the device, by purpose."""
     host_bytes: int = 0
     """Bytes offloaded to CPU memory, if the device is a GPU."""
-    is_rough: bool = False
-    """Whether the layout's axes divided it, since ranks could not be rehearsed: it may be far off."""
+    division: str = ""
+    """Direction in which it may be off, if a whole model's bytes were divided, since ranks could not be rehearsed."""
 
     @property
     def peak_bytes(self) -> int:
@@ -100,7 +100,15 @@ def divide(whole: Estimate, layout: Layout, num_micro_batches: int = 1, expert_s
         bytes_of[category] = ceil(bytes_of[category] * held)
     for category in ("activations", "temporary"):
         bytes_of[category] = ceil(whole.bytes_of[category] / (model * layout.context))
-    return Estimate(bytes_of, -(-whole.host_bytes // (model * layout.sharded)), is_rough=True)
+    return Estimate(bytes_of, -(-whole.host_bytes // (model * layout.sharded)), division=_describe_division(layout))
+
+
+def _describe_division(layout: Layout) -> str:
+    """Return in which direction a divided estimate is off."""
+    low = (layout.tensor > 1 or layout.context > 1, "too low by a third, for what every rank has whole, such as logits")
+    high = (layout.pipeline > 1, "too high by a multiple, where a pipeline has many micro-batches")
+    uneven = (layout.expert > 1, "too low where experts are used unevenly")
+    return "it may be " + ", or ".join([text for is_so, text in (low, high, uneven) if is_so] or ["off either way"])
 
 
 def _count_rule(rule: Rule, step: StepDescription, num_workers: int, num_steps: int) -> int:

@@ -5,8 +5,8 @@ which makes a step about a third longer if all blocks are recomputed. A block th
 (Korthikanti 2022) keeps the results of matrix products, convolutions and attention, and computes again the cheap
 operations between them. Losses and gradients do not change: the second run draws the same random numbers, finds the
 buffers (BatchNorm's statistics, spectral norm's vectors, averages of one's own) as the first did, and leaves them as
-they are. For that a block's buffers are copied in each forward; copies of those that changed wait for backward. Nothing
-on the wire changes, nor does any parameter's name.
+they are. For that a block's buffers are copied in each forward; copies of those that changed wait for backward (on a
+GPU all copies: to compare them, the host would wait). Nothing on the wire changes, nor does any parameter's name.
 """
 
 from collections.abc import Iterator, Mapping
@@ -18,8 +18,6 @@ import torch
 from torch import Tensor, nn
 from torch.distributed._composable import checkpoint
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
-
-from paceline.sync.batch_statistics import find_statistics
 
 Choice = Literal["full", "selective"]
 _Slot = tuple[nn.Module, str]
@@ -118,13 +116,11 @@ class _BuffersBefore:
         values = _copy(dict(self._list()))
         with context:
             yield
-        # Batch norm changes its statistics without counting it as a change.
-        uncounted = {id(layer) for layer in find_statistics(self._block).values()}
         now = dict(self._list())
         self._values = {
             slot: values[slot]
             for slot, (buffer, version) in found.items()
-            if now.get(slot) is not buffer or _version(buffer) != version or id(slot[0]) in uncounted
+            if now.get(slot) is not buffer or _version(buffer) != version or _may_differ(buffer, values[slot])
         }
 
     @contextmanager
@@ -154,6 +150,16 @@ def _copy(buffers: Mapping[_Slot, Tensor | None]) -> dict[_Slot, Tensor | None]:
 
 def _version(buffer: Tensor | None) -> int:
     return 0 if buffer is None or buffer.is_inference() else buffer._version
+
+
+def _may_differ(buffer: Tensor | None, before: Tensor | None) -> bool:
+    """Return whether a buffer whose version stayed may have other bits: batch norm and ``.data`` count no change."""
+    if buffer is None or before is None:
+        return False
+    if buffer.device.type != "cpu" or buffer.layout != torch.strided or type(buffer) is not Tensor:
+        return not buffer.is_meta  # to compare on a GPU, the host would wait
+    one, other = (tensor.detach().contiguous().flatten().view(torch.uint8) for tensor in (buffer, before))
+    return not torch.equal(one, other)
 
 
 def _policy(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:

@@ -4,14 +4,16 @@ Shapes: N tokens of this rank, K experts of a token, W width.
 """
 
 import inspect
+from collections import OrderedDict
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import Placement, Replicate, Shard
+from torch.utils._pytree import SequenceKey, keystr, tree_flatten_with_path, tree_map_only, tree_map_with_path
 
-from paceline.data.batch import call
+from paceline.data.batch import call, map_tensors
 from paceline.errors import SettingsError
 from paceline.parallel.activations import Activations
 from paceline.parallel.context import full_sequences
@@ -23,14 +25,12 @@ from paceline.parallel.tensor import distribute
 from paceline.parallel.tensor_proof import relative_error, tolerance
 from paceline.parallel.tensor_styles import apply
 from paceline.parallel.token_exchange import TokenExchange
-from paceline.parallel.trial import undisturbed, without_constants
+from paceline.parallel.trial import restored, undisturbed, vary, without_constants
 from paceline.topology.layout import Layout
 
 _KINDS: set[type[nn.Module]] = {Experts}
 _TRANSFORMERS = ("hidden_states", "top_k_index", "top_k_weights")
 """Parameters of the forward of experts in the transformers library."""
-_PASSED = ("output", "gradient of tokens", "gradient of weights")
-"""Results of experts that are no gradients of parameters."""
 
 
 def register_experts(kind: type[nn.Module]) -> type[nn.Module]:
@@ -38,7 +38,9 @@ def register_experts(kind: type[nn.Module]) -> type[nn.Module]:
 
     Each parameter of such a module has the experts in its first dim, and ``forward(x_NW, index_NK, weight_NK)`` returns
     for each token the sum of its experts, each times its weight; an index of `num_experts`, an attribute of the module,
-    stands for none. Experts of the transformers library (Mixtral, Qwen, DeepSeek, ...) are known without it.
+    stands for none. It may take further arguments: a tensor with a row for each token goes where its token goes, and
+    all else must be the same for all samples. Experts of the transformers library (Mixtral, Qwen, DeepSeek, ...) are
+    known without it.
     """
     _KINDS.add(kind)
     return kind
@@ -150,9 +152,9 @@ def _divide(module: nn.Module, found: Mapping[str, nn.Module], mesh: Mesh) -> li
 class _Proof:
     """Comparison of divided experts with whole ones, on the tokens of a sample: outputs and gradients."""
 
-    def __init__(self, name: str, module: nn.Module, inputs: tuple[Tensor, Tensor, Tensor]) -> None:
-        self._name, self._module = name, module
-        self._inputs = tuple(tensor.detach().clone() for tensor in inputs)
+    def __init__(self, name: str, module: nn.Module, given: inspect.BoundArguments) -> None:
+        self._name, self._module, self._given = name, module, given
+        self._passed: set[str] = set()  # results of which this rank has all, unlike gradients of parameters
         self._whole = self._run()
 
     def compare(self, mesh: Mesh) -> None:
@@ -172,47 +174,97 @@ class _Proof:
             return f"fails on a rank's part with {type(error).__name__}: {error}"
         for key, whole in self._whole.items():
             # Every rank sends the same tokens, so that experts see each as often as there are ranks.
-            expected = whole if key in _PASSED else whole.chunk(size)[place] * size
+            expected = whole if key in self._passed else whole.chunk(size)[place] * size
             gap = relative_error(found[key], expected, float(whole.norm()) / size)
             if gap > tolerance(whole.dtype):
-                return f"has another {key if key in _PASSED else f'gradient of {key}'}, by {gap:.1e} of its size"
+                return f"has another {key}, by {gap:.1e} of its size"
         return ""
 
     def _run(self) -> dict[str, Tensor]:
-        x_NW, index_NK, weight_NK = self._inputs
-        given = x_NW.clone().requires_grad_(), weight_NK.clone().requires_grad_()
+        first = [*self._given.arguments][:3]
+        num_tokens = len(self._given.arguments[first[0]])
+        inputs: dict[str, Tensor] = {}
+
+        def copy(path: Any, leaf: Any) -> Any:
+            if not isinstance(leaf, Tensor):
+                return leaf
+            tensor = leaf.clone()
+            if leaf.is_floating_point() and leaf.shape[:1] == (num_tokens,):
+                inputs[f"gradient of {keystr(path)}"] = tensor.requires_grad_()
+            return tensor
+
+        given = inspect.BoundArguments(
+            self._given.signature, OrderedDict(tree_map_with_path(copy, dict(self._given.arguments)))
+        )
         with torch.enable_grad():
-            output = self._module(given[0], index_NK, given[1])
+            output = self._module(*given.args, **given.kwargs)
             factors = torch.randn(output.shape, generator=torch.Generator().manual_seed(0))
             (output * factors.to(output)).sum().backward()
         results = {"output": output.detach()}
-        for name, tensor in zip(_PASSED[1:], given, strict=True):
-            results[name] = torch.zeros_like(tensor) if tensor.grad is None else tensor.grad
+        for key, tensor in inputs.items():
+            results[key] = torch.zeros_like(tensor) if tensor.grad is None else tensor.grad
+        self._passed.update(results)
         for name, parameter in self._module.named_parameters():
             if parameter.grad is not None:
-                results[name] = local(parameter.grad).clone()
+                results[f"gradient of {name}"] = local(parameter.grad).clone()
             parameter.grad = None
         return results
 
 
 def _start_proofs(module: nn.Module, experts: Mapping[str, nn.Module], sample: Any) -> list[_Proof]:
-    """Return the proofs of experts, with what they are given for a sample."""
-    inputs: dict[str, tuple[Tensor, Tensor, Tensor]] = {}
+    """Return the proofs of experts, with what they are given for a sample.
+
+    Raises:
+        SettingsError: A further argument of experts depends on the tokens, but has no row for each of them.
+    """
+    given = _note_arguments(module, experts, sample)
+    try:
+        others = _note_arguments(module, experts, vary(sample))
+    except Exception:  # other values are none that the model takes
+        others = {}
+    for name in others.keys() & given.keys():
+        _check_further(name, experts[name], given[name], others[name])
+    return [_Proof(name, experts[name], arguments) for name, arguments in given.items()]
+
+
+def _note_arguments(
+    module: nn.Module, experts: Mapping[str, nn.Module], sample: Any
+) -> dict[str, inspect.BoundArguments]:
+    noted: dict[str, inspect.BoundArguments] = {}
     hooks = []
     for name, part in experts.items():
         signature = inspect.signature(part.forward)
 
         def note(_: nn.Module, args: Any, kwargs: Any, name: str = name, signature: Any = signature) -> None:
-            inputs[name] = tuple([*signature.bind(*args, **kwargs).arguments.values()][:3])
+            kept = tree_map_only(Tensor, lambda tensor: tensor.detach().clone(), (args, kwargs))
+            noted[name] = signature.bind(*kept[0], **kept[1])
 
         hooks.append(part.register_forward_pre_hook(note, with_kwargs=True))
     try:
-        with torch.no_grad():
-            call(module, sample)
+        with torch.no_grad(), restored(module):
+            call(module, map_tensors(torch.clone, sample))
     finally:
         for hook in hooks:
             hook.remove()
-    return [_Proof(name, experts[name], given) for name, given in inputs.items()]
+    return noted
+
+
+def _check_further(name: str, module: nn.Module, given: inspect.BoundArguments, other: inspect.BoundArguments) -> None:
+    """Refuse what no rank can know of the others' tokens: a value of all of them, such as their mean."""
+    num_tokens = len(next(iter(given.arguments.values())))
+    found = dict(tree_flatten_with_path([*other.arguments.items()][3:])[0])
+    for path, leaf in tree_flatten_with_path([*given.arguments.items()][3:])[0]:
+        if isinstance(leaf, Tensor):
+            is_same = leaf.shape[:1] == (num_tokens,) or torch.equal(leaf, found.get(path, torch.empty(0)))
+        else:
+            is_same = leaf == found.get(path)
+        if not is_same:
+            assert isinstance(path[0], SequenceKey)
+            raise SettingsError(
+                f"a further argument of experts must have a row for each token or be the same for all samples, but "
+                f"{[*given.arguments][3 + path[0].idx]!r} of {name} ({type(module).__name__}) depends on the sample; "
+                "pass it as a row for each token, or set Layout(expert=1) (--layout.expert 1)"
+            )
 
 
 def _is_experts(module: nn.Module) -> bool:

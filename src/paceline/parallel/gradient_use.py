@@ -28,7 +28,8 @@ class GradientUse:
     Ranks that share parameters sum zeros for those that none of them used, so that a gradient of zeros does not tell;
     weight decay and momentum would move what stays as it is in all other layouts.
 
-    On the wire: an all-reduce of 4 bytes for each parameter a step, and another among replicas.
+    On the wire: an all-reduce of 4 bytes for each parameter a step, and another among replicas, in host memory. With
+    a codec two numbers more, for which the host waits once.
 
     Args:
         module: Module of this rank, with the names of its parameters.
@@ -60,20 +61,21 @@ class GradientUse:
             replicas: Ranks over which the step sums the gradients of this rank's shard.
             others: Ranks with other parts of its matrices, which must know too of what is not finite.
         """
-        flags = torch.zeros(len(self._places) + 2)
-        flags[[self._places[name] for name in self._used]] = 1.0
-        flags = flags.to(self._group.device)
-        if self._reduce_scatter is not None:
-            flags[-2:] = self._reduce_scatter.take_flags()
-        for group in (self._group, replicas):
-            if group.size > 1:
-                group.all_reduce(flags, name="use of parameters").wait()
-        if others is not None and others.size > 1:
-            others.all_reduce(flags[-2:], name="finite gradients").wait()
-        counts = flags.tolist()
+        used = torch.zeros(len(self._places))
+        used[[self._places[name] for name in self._used]] = 1.0
         self._used = set()
-        unused = [name for name, place in self._places.items() if not counts[place]]
-        return UseOfStep(unused, int(counts[-2]), int(counts[-1]))
+        for group in (self._group, replicas):
+            if group.size > 1:  # in host memory: to read it, the host need not wait for a GPU
+                group.on_cpu().all_reduce(used, name="use of parameters").wait()
+        unused = [name for name, count in zip(self._places, used.tolist(), strict=True) if not count]
+        if self._reduce_scatter is None:
+            return UseOfStep(unused, 0, 0)
+        flags = self._reduce_scatter.take_flags()
+        for among in (self._group, replicas, others):
+            if among is not None and among.size > 1:
+                among.all_reduce(flags, name="finite gradients").wait()
+        num_non_finite, num_overflown = flags.tolist()
+        return UseOfStep(unused, int(num_non_finite), int(num_overflown))
 
     def _watch(self, module: nn.Module, inputs: Any) -> None:
         """Watch the gathered parameters of a block, which torch makes in its first forward and then keeps."""

@@ -4,7 +4,9 @@ Shapes: B samples, T tokens of a sample, N tokens, W width, H hidden dims, E exp
 """
 
 import math
-from collections.abc import Iterator
+import weakref
+from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -36,21 +38,23 @@ class Experts(nn.Module):
             bound = weight.shape[-1] ** -0.5  # as nn.Linear does
             nn.init.uniform_(weight, -bound, bound)
 
-    def forward(self, x_NW: Tensor, index_NK: Tensor, weight_NK: Tensor) -> Tensor:
+    def forward(self, x_NW: Tensor, index_NK: Tensor, weight_NK: Tensor, counts: Sequence[int] | None = None) -> Tensor:
         """Return the sum of each token's experts, each times its weight.
 
         Args:
             x_NW: Tokens.
             index_NK: Experts of each token; `num_experts` stands for none.
             weight_NK: Weights of these experts.
+            counts: How often `index_NK` names each expert, for a host that knows it; by default it waits for them.
         """
-        order, counts = sort_by_expert(index_NK, self.num_experts)
+        counts = _read_counts(index_NK, self.num_experts) if counts is None else counts
+        order = index_NK.flatten().argsort(stable=True)[: sum(counts)]
         token = order // index_NK.shape[1]
         # One after the other: experts have different numbers of tokens.
         weights = zip(self.gate.unbind(), self.expand.unbind(), self.project.unbind(), strict=True)
         mapped = [
             F.linear(F.silu(F.linear(x, gate)) * F.linear(x, expand), project)
-            for x, (gate, expand, project) in zip(x_NW[token].split(counts), weights, strict=True)
+            for x, (gate, expand, project) in zip(x_NW[token].split([*counts]), weights, strict=True)
         ]
         weighted = torch.cat(mapped) * weight_NK.flatten()[order, None]
         return torch.zeros_like(x_NW).index_add(0, token, weighted.to(x_NW.dtype))
@@ -106,6 +110,7 @@ class MixtureOfExperts(nn.Module):
         self.experts = experts if experts is not None else Experts(width, num_experts, hidden or 4 * width)
         self._unevenness: Tensor | None = None
         self._counts_E1: Tensor | None = None
+        self._is_forward_over = True
 
     @property
     def needs_whole_samples(self) -> bool:
@@ -136,7 +141,10 @@ class MixtureOfExperts(nn.Module):
         return mixed_NW.view_as(x_BTW)
 
     def take_unevenness(self) -> Tensor | None:
-        """Return the load-balancing loss of the last forward in training, without its factor, and forget it."""
+        """Return the load-balancing losses of the last forward in training, without factor, and forget them.
+
+        A model that uses the layer several times in a forward has as many of them, which are added up.
+        """
         unevenness, self._unevenness = self._unevenness, None
         return unevenness
 
@@ -157,11 +165,26 @@ class MixtureOfExperts(nn.Module):
             kept_BTK = index_BTK.masked_fill(place_BTK > capacity, self.num_experts)
         share_BE = wanted_BTKE.flatten(1, 2).to(probability_BTE.dtype).mean(1)
         unevenness = self.num_experts * (share_BE * probability_BTE.mean(1)).sum(-1).mean() if self.balance else None
-        if torch._C._current_graph_task_id() == -1:  # not in backward, which runs a recomputed block once more
-            counts_E1 = _count(kept_BTK.flatten(), self.num_experts + 1)
-            self._counts_E1 = counts_E1 if self._counts_E1 is None else self._counts_E1 + counts_E1
-            self._unevenness = unevenness
+        self._note_use(kept_BTK, probability_BTE, unevenness)
         return kept_BTK
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _note_use(self, kept_BTK: Tensor, probability_BTE: Tensor, unevenness: Tensor | None) -> None:
+        if torch._C._current_graph_task_id() != -1:  # in backward, which runs a recomputed block once more
+            return
+        counts_E1 = _count(kept_BTK.flatten(), self.num_experts + 1)
+        self._counts_E1 = counts_E1 if self._counts_E1 is None else self._counts_E1 + counts_E1
+        before = None if self._is_forward_over else self._unevenness
+        self._unevenness = unevenness if before is None or unevenness is None else before + unevenness
+        self._is_forward_over = not probability_BTE.requires_grad
+        if probability_BTE.requires_grad:
+            probability_BTE.register_hook(partial(_end_forward, weakref.ref(self)))
+
+
+def _end_forward(layer: "weakref.ref[MixtureOfExperts]", gradient: Tensor) -> None:
+    """Let the next use of a layer be the first of its forward, since backward has come to this one."""
+    if (found := layer()) is not None:
+        found._is_forward_over = True
 
 
 class Routing(NamedTuple):
@@ -201,14 +224,16 @@ def list_mixtures(module: nn.Module) -> Iterator[tuple[str, MixtureOfExperts]]:
             yield name, part
 
 
-def sort_by_expert(index_NK: Tensor, num_experts: int) -> tuple[Tensor, list[int]]:
-    """Return the places in `index_NK`, flat, that want an expert, by expert, and the number of each expert's."""
-    index = index_NK.flatten()
-    if isinstance(index, FakeTensor):  # a rehearsal, in which all experts are used evenly
-        counts = [(len(index) + place) // num_experts for place in range(num_experts)]
-    else:
-        counts = _count(index, num_experts + 1)[:num_experts].tolist()
-    return index.argsort(stable=True)[: sum(counts)], counts
+def count_experts(index_NK: Tensor, num_experts: int) -> Tensor:
+    """Return how often `index_NK` names each expert."""
+    return _count(index_NK.flatten(), num_experts + 1)[:num_experts]
+
+
+def _read_counts(index_NK: Tensor, num_experts: int) -> list[int]:
+    if isinstance(index_NK, FakeTensor):  # a rehearsal, in which all experts are used evenly
+        return [(index_NK.numel() + place) // num_experts for place in range(num_experts)]
+    counts: list[int] = count_experts(index_NK, num_experts).tolist()
+    return counts
 
 
 def _count(index: Tensor, num_values: int) -> Tensor:

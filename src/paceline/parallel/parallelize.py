@@ -37,12 +37,13 @@ def parallelize(
     layout: Layout,
     *,
     group: Group | None = None,
-    tensor_plan: Mapping[str, str] | None = None,
+    tensor_plan: Mapping[str, str] | TensorPlan | None = None,
     pipeline: PipelineSettings | None = None,
     sharded_codec: Codec | None = None,
     sample: Any = None,
     gather_dtype: torch.dtype | None = None,
     construction: Construction | None = None,
+    num_samples: int = 1,
 ) -> nn.Module:
     """Split a model over the ranks of a layout, and return this rank's part: the module to train.
 
@@ -59,20 +60,19 @@ def parallelize(
             registered types say (`register_styles`), the model's own plan, or what is proved to be possible.
         pipeline: Settings of the stages and their order; needed for a pipeline only.
         sharded_codec: Codec of the gradients on the sharded axis; None sends them uncompressed.
-        sample: Model inputs of at least one sample (a mapping by name), rank 0's. A pipeline finds and measures layers
-            with it, and a model split over a tensor axis, or of other experts than `Experts`, is compared with the
-            whole one.
+        sample: Model inputs of at least one sample (a mapping by name), rank 0's. A pipeline's layers are found by it,
+            and a model split over a tensor axis, or of other experts than `Experts`, is compared with the whole one.
         gather_dtype: Dtype in which sharded ranks gather parameters of ZeRO's stages 2 and 3, and run forward; by
             default the parameters' own. With bf16 half as many bytes are sent. Sums of gradients keep their own.
-        construction: Construction of a module without memory, the same on every rank; see `paceline.parallel.defer`.
-            Each rank then makes only its part, or first the whole if that is run (`needs_values`).
+        construction: Construction of a module without memory, the same on every rank (`paceline.parallel.defer`), of
+            which each makes only its part, or first the whole if that is run (`needs_values`).
+        num_samples: Samples of a worker's micro-batch, for which a pipeline is balanced.
 
     Raises:
         SettingsError: The layout does not fit the ranks or the model.
     """
     world = group or find_group()
-    axes = layout.resolve(world.size)
-    settings = pipeline or PipelineSettings()
+    axes, settings = layout.resolve(world.size), pipeline or PipelineSettings()
     check_sharding(layout, sharded_codec, settings)
     if layout.is_plain:
         _finish(construction, module, None, world)
@@ -93,7 +93,7 @@ def parallelize(
     if is_context_split:
         check_tokens(sample, layout)
         split_attention(module, mesh, sample)
-    driver = _cut_into_stages(module, mesh, layout, settings, sample) if layout.pipeline > 1 else None
+    driver = _cut_into_stages(module, mesh, layout, settings, sample, num_samples)
     tensor_split = _split_checked(module, mesh, plan, _list_runs(module, driver, sample, boundaries)) if plan else None
     if layout.context > 1 and not is_context_split:
         split_attention(module, mesh)
@@ -149,11 +149,14 @@ def _begin_alike(
 
 
 def _cut_into_stages(
-    module: nn.Module, mesh: Mesh, layout: Layout, settings: PipelineSettings, sample: Any
-) -> Pipeline:
-    """Split a module into stages, in place, by measures of whole sequences."""
+    module: nn.Module, mesh: Mesh, layout: Layout, settings: PipelineSettings, sample: Any, num_samples: int
+) -> Pipeline | None:
+    """Split a module into stages, if there is a pipeline, in place, by measures of whole sequences."""
+    if layout.pipeline == 1:
+        return None
+    num_samples //= settings.count_micro_batches(num_samples, layout.pipeline)
     with full_sequences(module):
-        return Pipeline(module, mesh, settings, sample, _find_peers(mesh, layout))
+        return Pipeline(module, mesh, settings, sample, _find_peers(mesh, layout), num_samples)
 
 
 def _finish(construction: Construction | None, module: nn.Module, driver: Pipeline | None, world: Group) -> None:
@@ -199,8 +202,12 @@ def try_plan(module: nn.Module, patterns: Mapping[str, str] | None, size: int, s
         return find_plan(module, patterns, size, sample)
 
 
-def _agree_on_plan(module: nn.Module, patterns: Mapping[str, str] | None, sample: Any, mesh: Mesh) -> TensorPlan:
+def _agree_on_plan(
+    module: nn.Module, patterns: Mapping[str, str] | TensorPlan | None, sample: Any, mesh: Mesh
+) -> TensorPlan:
     """Return rank 0's plan, since ranks with other devices may round otherwise where they try plans."""
+    if isinstance(patterns, TensorPlan):
+        return patterns
     plan = try_plan(module, patterns, mesh.size("tensor"), sample)
     mine = [dict(plan.styles), {name: dict(seen) for name, seen in plan.attributes.items()}]
     styles, attributes = mesh.world.gather_documents(mine, name="tensor plan")[0]

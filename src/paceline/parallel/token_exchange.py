@@ -10,9 +10,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import keystr, tree_map_with_path
 
 from paceline.comm.group import Group
-from paceline.parallel.mixture_of_experts import sort_by_expert
+from paceline.comm.streams import send_to
+from paceline.errors import SettingsError
+from paceline.parallel.mixture_of_experts import Experts, count_experts
 
 
 class TokenExchange:
@@ -21,7 +24,10 @@ class TokenExchange:
     Expert parallelism of GShard (Lepikhin 2020) by all-to-all, without padding to a capacity: ranks tell each other how
     many tokens go where, and messages are as long as the longest of them. On the wire each rank sends, times (n-1)/n,
     if experts are evenly used, ``K * N * W`` numbers twice in forward and twice in backward, and 8 bytes an expert to
-    each rank before; the host waits for these.
+    each rank before; the host waits for these, once a forward.
+
+    Arguments of the experts after the third go with the tokens where their first dim is the tokens', which the first
+    forward decides; all others, such as a factor, are as this rank passes them.
 
     Args:
         name: Name of the module in errors.
@@ -34,6 +40,7 @@ class TokenExchange:
         self._name, self._group, self._num_experts = name, group, num_experts
         self._signature = inspect.signature(module.forward)
         self._sent_bytes = 0
+        self._has_rows: dict[str, bool] = {}
         self._route: _Route | None = None
         module.register_forward_pre_hook(self._enter, with_kwargs=True)
         module.register_forward_hook(self._leave)
@@ -53,13 +60,46 @@ class TokenExchange:
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # exchanges are no part of a graph
     def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        x_NW, index_NK, weight_NK = [*self._signature.bind(*args, **kwargs).arguments.values()][:3]
+        given = self._signature.bind(*args, **kwargs)
+        first = [*given.arguments][:3]
+        x_NW, index_NK, weight_NK = (given.arguments[name] for name in first)
         self._route = route = self._plan(x_NW, index_NK, weight_NK)
-        received = self._move(x_NW[route.token], route.sent_to, route.received_at, route.num_rows)
-        if not len(route.expert):  # a row of zeros, so that its experts have a gradient and backward sends as others'
-            received = nn.functional.pad(received, (0, 0, 0, 1))
-        expert_M1 = route.expert.new_zeros(1, 1) if not len(route.expert) else route.expert[:, None]
-        return (received, expert_M1, weight_NK.new_ones(expert_M1.shape)), {}
+        expert_M1 = route.expert[:, None] if len(route.expert) else route.expert.new_zeros(1, 1)
+        sent = self._send(x_NW[route.token], route), expert_M1, weight_NK.new_ones(expert_M1.shape)
+        further = {name: value for name, value in given.arguments.items() if name not in first}
+        given.arguments.update(zip(first, sent, strict=True))
+        given.arguments.update(tree_map_with_path(lambda path, leaf: self._pass_on(keystr(path), leaf), further))
+        if isinstance(module, Experts):
+            given.arguments["counts"] = route.counts
+        return given.args, given.kwargs
+
+    def _pass_on(self, path: str, leaf: Any) -> Any:
+        """Return what this rank's experts get of a further argument: the rows of their tokens, or all of it."""
+        route = self._route
+        assert route is not None
+        if not isinstance(leaf, Tensor):
+            return leaf
+        num_tokens, num_choices = route.num_tokens, route.num_choices
+        is_rows = leaf.dim() > 0 and len(leaf) == num_tokens
+        if not self._has_rows.setdefault(path, is_rows):
+            return leaf
+        if not is_rows:
+            raise SettingsError(
+                f"argument {path} of {self._name} must have a row for each of {num_tokens} tokens, as it had in the "
+                f"first forward, but got the shape {tuple(leaf.shape)}; pass it with as many rows as tokens each time"
+            )
+        if leaf.shape[1:2] == (num_choices,):  # a number of each expert of a token
+            return self._send(leaf.flatten(0, 1)[route.choice][:, None], route)
+        return self._send(leaf[route.token], route)
+
+    def _send(self, rows: Tensor, route: "_Route") -> Tensor:
+        """Return the rows that arrive for this rank's experts, by expert."""
+        sent = rows.byte() if rows.dtype == torch.bool else rows
+        received = self._move(sent, route.sent_to, route.received_at, route.num_rows).to(rows.dtype)
+        if len(route.expert):
+            return received
+        # A row of zeros, so that its experts have a gradient and backward sends as others'.
+        return torch.cat([received, received.new_zeros(1, *received.shape[1:])])
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _leave(self, module: nn.Module, args: Any, output_MW: Tensor) -> Tensor:
@@ -74,34 +114,38 @@ class TokenExchange:
     def _plan(self, x_NW: Tensor, index_NK: Tensor, weight_NK: Tensor) -> "_Route":
         """Return the way of this rank's tokens, once all ranks have told how many go to each expert."""
         group, device = self._group, index_NK.device
-        order, counts = sort_by_expert(index_NK, self._num_experts)
-        everybody = torch.zeros(group.size, self._num_experts, dtype=torch.int64, device=device)
+        mine_E = count_experts(index_NK, self._num_experts)
+        everybody = mine_E.new_zeros(group.size, self._num_experts)
         with _disable_current_modes():
-            mine = torch.tensor(counts, device=device)
-            group.all_gather(everybody, mine, name=f"numbers of tokens of {self._name}").wait()
-            self._sent_bytes += mine.nbytes * (group.size - 1)
-            # By source, destination and its experts.
-            counts_nnE = everybody.cpu().unflatten(1, (group.size, -1))
-            arriving_nE = counts_nnE[:, group.rank]
-            num_rows = int(counts_nnE.sum(2).max())
-            experts = torch.arange(arriving_nE.shape[1]).repeat(group.size)
-            return _Route(
-                len(x_NW),
-                num_rows,
-                order // index_NK.shape[1],
-                weight_NK.flatten()[order],
-                _list_slots(counts_nnE[group.rank].sum(1), num_rows).to(device),
-                _list_slots(arriving_nE.sum(1), num_rows).to(device),
-                experts.repeat_interleave(arriving_nE.flatten()).to(device),
-            )
+            group.all_gather(everybody, mine_E, name=f"numbers of tokens of {self._name}").wait()
+            self._sent_bytes += mine_E.nbytes * (group.size - 1)
+            told = everybody.tolist()  # the only wait of the host
+        counts_nnE = torch.tensor(told).unflatten(1, (group.size, -1))  # by source, destination and its experts
+        arriving_nE = counts_nnE[:, group.rank]
+        num_rows = int(counts_nnE.sum(2).max())
+        experts = torch.arange(arriving_nE.shape[1]).repeat(group.size)
+        choice = index_NK.flatten().argsort(stable=True)[: int(counts_nnE[group.rank].sum())]
+        counts = arriving_nE.sum(0).tolist()
+        return _Route(
+            len(x_NW),
+            index_NK.shape[1],
+            num_rows,
+            counts if sum(counts) else [1, *counts[1:]],
+            choice,
+            choice // index_NK.shape[1],
+            weight_NK.flatten()[choice],
+            send_to(device, _list_slots(counts_nnE[group.rank].sum(1), num_rows)),
+            send_to(device, _list_slots(arriving_nE.sum(1), num_rows)),
+            send_to(device, experts.repeat_interleave(arriving_nE.flatten())),
+        )
 
     def _move(self, rows: Tensor, slots: Tensor, taken: Tensor, num_rows: int) -> Tensor:
         """Put rows into `slots` of the message to all ranks, and return those `taken` of the message from all."""
         size = self._group.size
-        message = rows.new_zeros(size * num_rows, rows.shape[1]).index_copy(0, slots, rows)
+        message = rows.new_zeros(size * num_rows, *rows.shape[1:]).index_copy(0, slots, rows)
         if not num_rows:
             return message
-        swapped: Tensor = _Swap.apply(message.view(size, num_rows, -1), self)  # type: ignore[no-untyped-call]
+        swapped: Tensor = _Swap.apply(message.unflatten(0, (size, num_rows)), self)  # type: ignore[no-untyped-call]
         return swapped.flatten(0, 1).index_select(0, taken)
 
 
@@ -109,10 +153,16 @@ class _Route(NamedTuple):
     """The way of some tokens to their experts and back."""
 
     num_tokens: int
+    num_choices: int
+    """Experts of a token."""
     num_rows: int
     """Rows of each message."""
+    counts: list[int]
+    """Rows of each of this rank's experts, a row of zeros included if there are none."""
+    choice: Tensor
+    """Choice, counted through all tokens, of each row that is sent, by expert."""
     token: Tensor
-    """Token of each row that is sent, by expert."""
+    """Token of that row."""
     weight: Tensor
     """Weight of the expert of that row."""
     sent_to: Tensor

@@ -132,24 +132,24 @@ class Bucket:
                 slot.view.zero_()
                 self.flat.flags[number] = 0
 
-    def attach_arrived(self) -> list[str]:
-        """Give each parameter the gradient that arrived, and return the parameters that no rank used: they get none.
-
-        A parameter that only other ranks used gets their gradient.
-        """
-        unused = []
-        all_used = all(slot.used for slot in self.slots)
-        flags = [1.0] * len(self.slots) if all_used else self.flat.flags.tolist()
-        for slot, flag in zip(self.slots, flags, strict=True):
-            slot.parameter.grad = slot.gradient if flag else None
-            if not flag:
-                unused.append(slot.name)
-        return unused
-
     def drop_gradients(self) -> None:
         """Remove the gradients from the parameters."""
         for slot in self.slots:
             slot.parameter.grad = None
+
+
+def attach_arrived(buckets: Sequence[Bucket]) -> list[str]:
+    """Give each parameter the gradient that arrived, and return the parameters that no rank used: they get none.
+
+    A parameter that only other ranks used gets their gradient. To know them, the host waits once for all buckets.
+    """
+    asked = [bucket for bucket in buckets if not all(slot.used for slot in bucket.slots)]
+    flags = iter(torch.cat([bucket.flat.flags.float() for bucket in asked]).tolist() if asked else ())
+    for bucket in buckets:
+        is_asked = any(bucket is one for one in asked)
+        for slot in bucket.slots:
+            slot.parameter.grad = slot.gradient if not is_asked or next(flags) else None
+    return [slot.name for bucket in asked for slot in bucket.slots if slot.parameter.grad is None]
 
 
 def make_buckets(

@@ -163,7 +163,7 @@ class StepCoding(BucketLanding):
         gradients = self.gradients
         if self._length is not None:
             self._length.send(self._share)
-        self.unused = [name for bucket in gradients.buckets for name in gradients.receive(bucket, divisor)]
+        self.unused = gradients.receive(gradients.buckets, divisor)
         if self._length is not None:
             self._length.receive(divisor)
         gradients.check_finite(gradients.buckets, step, may_skip=False)

@@ -11,7 +11,7 @@ from paceline.comm.group import Group, Work
 from paceline.errors import NonFiniteError
 from paceline.parallel.local import local
 from paceline.replica.bucket_size import FIRST_SIZE, SIZES, BucketSizer
-from paceline.replica.buckets import Bucket, BucketLauncher, BucketLayout, make_buckets, plan_layout
+from paceline.replica.buckets import Bucket, BucketLauncher, BucketLayout, attach_arrived, make_buckets, plan_layout
 from paceline.replica.step_result import BucketTimes, StepTimes
 from paceline.sync.reducer import Divisor, FlatBucket, GradientReducer, read_findings
 from paceline.sync.tree_reducer import TreeReducer
@@ -100,15 +100,16 @@ class Gradients:
         for bucket in self.buckets:
             bucket.hide_gradients()
 
-    def receive(self, bucket: Bucket, divisor: float) -> list[str]:
-        """Wait for a bucket, give its gradients to the parameters, and return the parameters that no rank used."""
-        began_s = time.perf_counter()
-        assert bucket.work is not None
-        bucket.work.wait()
-        bucket.landed_s = time.perf_counter()
-        bucket.waited_s = bucket.landed_s - began_s
-        self.reducer.finalize(bucket.flat, divisor)
-        return bucket.attach_arrived()
+    def receive(self, buckets: Sequence[Bucket], divisor: float) -> list[str]:
+        """Wait for buckets, give their gradients to the parameters, and return the parameters that no rank used."""
+        for bucket in buckets:
+            began_s = time.perf_counter()
+            assert bucket.work is not None
+            bucket.work.wait()
+            bucket.landed_s = time.perf_counter()
+            bucket.waited_s = bucket.landed_s - began_s
+            self.reducer.finalize(bucket.flat, divisor)
+        return attach_arrived(buckets)
 
     def check_finite(self, buckets: Sequence[Bucket], step: int, *, may_skip: bool) -> None:
         """Refuse gradients that an exchange found to be not finite.

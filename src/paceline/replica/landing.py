@@ -203,7 +203,7 @@ class BucketLanding:
 
     @torch.no_grad()
     def _land(self, bucket: Bucket) -> None:
-        self._unused += self.gradients.receive(bucket, self._divisor)
+        self._unused += self.gradients.receive([bucket], self._divisor)
         self.gradients.check_finite([bucket], self._step, may_skip=False)
         self.is_torn = True
         if self._copies is not None:

@@ -290,8 +290,7 @@ class GradientReduction:
             if collect:
                 self._in_common.collect()
             self._in_common.finish()
-            for bucket in self._in_common.buckets:
-                self._in_common.receive(bucket, 1.0)
+            self._in_common.receive(self._in_common.buckets, 1.0)
             collect = True  # what has arrived
         if self.gradients is not None:
             if collect:
@@ -355,7 +354,7 @@ class GradientReduction:
             self.unused = [name for name, parameter in self._parameters.items() if parameter.grad is None]
             return waited_s
         buckets = self.gradients.buckets
-        unused = [name for bucket in buckets for name in self.gradients.receive(bucket, divisor)]
+        unused = self.gradients.receive(buckets, divisor)
         self.unused = list(dict.fromkeys([*unused, *self._clear_unused(step, may_skip=may_skip)]))
         self.gradients.check_finite(buckets, step, may_skip=may_skip)
         if self.compare is not None and self.covers_all_workers:

@@ -26,6 +26,7 @@ from paceline.parallel.parallelize import find_shard, parallelize, try_plan
 from paceline.parallel.pipeline import PipelineSettings
 from paceline.parallel.tensor import full_tensor
 from paceline.parallel.tensor_derivation import is_derived
+from paceline.parallel.tensor_plan import TensorPlan
 from paceline.parallel.zero_redundancy import local_optimizer, shard_optimizer
 from paceline.replica.bucket_size import FIRST_SIZE
 from paceline.replica.optimizer_step import OptimizerStep, autocast
@@ -62,32 +63,39 @@ def estimate_layout(
     Raises:
         RehearsalError: The model's tensor plan is found by trying, and it is too large for that here.
     """
-    run = _name_plan(run, splits)
+    plan = find_rehearsed_plan(run, splits)
     axes = run.layout.resolve(num_ranks)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the ranks will warn
         found = [
-            rehearse_rank(run, splits, rank, num_ranks, choices, device) for rank in list_distinct(run.layout, axes)
+            rehearse_rank(run, splits, rank, num_ranks, choices, device, plan)
+            for rank in list_distinct(run.layout, axes)
         ]
     return max(found, key=lambda needed: needed.peak_bytes)
 
 
-def _name_plan(run: Run, splits: Splits) -> Run:
-    """Return the run with its tensor plan, which may take trying it on the model, with values, as ranks do."""
+def find_rehearsed_plan(run: Run, splits: Splits) -> TensorPlan | Mapping[str, str] | None:
+    """Return the run's tensor plan, which may take trying it on the model, with values, as ranks do.
+
+    That of a model without registered types is tried even if the run names styles: which numbers of heads its modules
+    must see divided is found so.
+
+    Raises:
+        RehearsalError: The model is too large for that.
+    """
     module = find_outline(run, splits)
-    if run.layout.tensor == 1 or not is_derived(module, run.tensor_plan):
-        return run
+    if run.layout.tensor == 1 or not is_derived(module, None):
+        return run.tensor_plan
     num_parameters = sum(parameter.numel() for parameter in module.parameters())
     if num_parameters > _MOST_TRIED:
         raise RehearsalError(
             f"a tensor plan must be known for ranks of a model of more than {_MOST_TRIED:,} parameters to be "
-            f"rehearsed, but it is found by trying and there are {num_parameters:,}; give one"
+            f"rehearsed, but it is found by trying and there are {num_parameters:,}; register its types"
         )
     with SEEDING, torch.random.fork_rng(devices=[]):
         torch.manual_seed(run.seed)
         module = run.model.build(splits.train.spec)
-    plan = try_plan(module, None, run.layout.tensor, read_sample(run, splits, _CPU))
-    return run.model_copy(update={"tensor_plan": dict(plan.styles)})
+    return try_plan(module, run.tensor_plan, run.layout.tensor, read_sample(run, splits, _CPU))
 
 
 def list_distinct(layout: Layout, axes: Axes) -> list[int]:
@@ -102,14 +110,15 @@ def rehearse_rank(
     num_ranks: int,
     choices: Mapping[str, Choice],
     device: torch.device = _CPU,
+    plan: TensorPlan | Mapping[str, str] | None = None,
 ) -> Estimate:
-    """Return the memory of one rank in a later step; for the arguments see `estimate_layout`."""
+    """Return the memory of one rank in a later step, with a tensor plan; for other arguments see `estimate_layout`."""
     original, sample = find_outline(run, splits), splits.train.read_first()
     modes = FakeTensorMode(allow_non_fake_inputs=True), UnknownValues()  # type: ignore[no-untyped-call]
     with absent_world(rank, num_ranks) as world, modes[0], modes[1]:
         gather_dtype = choose_gather_dtype(run.precision, device)
         sample = map_tensors(torch.empty_like, sample)
-        rehearsal = _Rehearsal(run, splits, original, sample, world, choices, gather_dtype)
+        rehearsal = _Rehearsal(run, splits, original, sample, world, choices, gather_dtype, plan)
         bytes_of, shapes, num_workers = rehearsal.run()
         rehearsal.close()
     bytes_of["communication"] += count_codec(run.sync, shapes, num_workers)
@@ -130,6 +139,7 @@ class _Rehearsal:
         world: Group,
         choices: Mapping[str, Choice],
         gather_dtype: torch.dtype | None,
+        plan: TensorPlan | Mapping[str, str] | None,
     ) -> None:
         self._run, self._sample, self._num_steps = run, sample, run.count_steps(splits)
         self._num_samples = count_samples(run, max(1, world.size // run.layout.ranks_of_worker))
@@ -140,10 +150,11 @@ class _Rehearsal:
             module,
             run.layout,
             group=world,
-            tensor_plan=run.tensor_plan,
+            tensor_plan=plan,
             pipeline=_without_measuring(run.pipeline),
             sample=inputs,
             gather_dtype=gather_dtype,
+            num_samples=self._num_samples,
         )
         self._shard = find_shard(self._module, world)
         self._optimizer = run.optimizer.build(self._module)

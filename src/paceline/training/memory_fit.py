@@ -32,6 +32,8 @@ _MARGIN = 4
 _COPIES = 8
 """Number of copies of each output of a matrix at each position: more than any model keeps."""
 _MOST_ADVICE = 4
+_KEPT: tuple[Category, ...] = ("parameters", "optimizer")
+"""Purposes of which the rank with the most has at least as much as a division says."""
 
 
 def estimate(run: Run, splits: Splits, num_ranks: int, device: torch.device) -> Estimate:
@@ -80,7 +82,8 @@ def check_fit(run: Run, splits: Splits, num_ranks: int, device: torch.device, av
         Estimate of the memory; None if the run fits by far.
 
     Raises:
-        SettingsError: The run does not fit; the message names changes that would, the cheapest first.
+        SettingsError: The run does not fit; the message names changes that would, the cheapest first. An estimate by
+            division only warns, unless what ranks keep is too much already.
     """
     if not run.memory.check:
         return None
@@ -92,6 +95,14 @@ def check_fit(run: Run, splits: Splits, num_ranks: int, device: torch.device, av
         warnings.warn(f"memory was not checked: {error}", stacklevel=2)
         return None
     if needed.peak_bytes <= available:
+        return needed
+    if needed.division and sum(needed.bytes_of[category] for category in _KEPT) <= available:
+        warnings.warn(
+            f"a rank's memory may not hold a step: an estimate by division is {size(needed.peak_bytes)} of "
+            f"{size(available)} there are, and {needed.division}; `paceline memory` shows it, and --memory.check false "
+            "silences this",
+            stacklevel=2,
+        )
         return needed
     # In so many times as many micro-batches, activations alone would be more than there is.
     least = run.num_micro_batches * needed.bytes_of["activations"] / max(available, 1)

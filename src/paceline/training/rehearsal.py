@@ -3,6 +3,7 @@
 import contextlib
 import heapq
 import itertools
+import logging
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -257,6 +258,9 @@ def guarded(rehearsing: Callable[[], T]) -> T:
     Raises:
         RehearsalError: The model cannot be rehearsed; the message says why.
     """
+    log = logging.getLogger("torch._subclasses.fake_tensor")  # which prints the stack of each error, also of ours
+    level = log.level
+    log.setLevel(logging.CRITICAL)
     try:
         return rehearsing()
     except PacelineError:
@@ -267,6 +271,8 @@ def guarded(rehearsing: Callable[[], T]) -> T:
             f"it is trained, but it raises {type(error).__name__}: {_first_line(error)}; give no budget to "
             "--memory.recompute, and silence this by --memory.check false"
         ) from error
+    finally:
+        log.setLevel(level)
 
 
 def _first_line(error: BaseException) -> str:

@@ -26,7 +26,7 @@ from paceline.training.evaluate import Evaluation, check_samples
 from paceline.training.initial import load_slices
 from paceline.training.loss_trial import check_loss
 from paceline.training.model import Model, ModelSize, resize
-from paceline.training.rehearsal import save_activations, save_optimizer
+from paceline.training.rehearsal import count_samples, save_activations, save_optimizer
 from paceline.training.run import Run
 
 
@@ -196,6 +196,7 @@ def prepare(
         sample=sample,
         construction=construction,
         gather_dtype=choose_gather_dtype(run.precision, group.device),
+        num_samples=count_samples(run, max(1, group.size // run.layout.ranks_of_worker)),
     )
     check_loss(run, splits, find_shard(module, group))
     if run.compiler != NO_COMPILER:

@@ -49,6 +49,12 @@ _ASKS: dict[tuple[Any, str], str] = {
 _ALONE = 2
 """References to an object that only a name and a question about it hold."""
 
+_DRAWS_IN_PLACE = (
+    "normal_", "uniform_", "random_", "bernoulli_", "exponential_", "geometric_", "log_normal_", "cauchy_",
+)  # fmt: skip
+_DRAWS = ("rand", "randn", "randint", "randperm", "normal", "bernoulli", "multinomial")
+"""Operators that may be given a generator."""
+
 
 @contextmanager
 def watching_python(recording: Recording) -> Iterator[None]:
@@ -69,6 +75,14 @@ def watching_python(recording: Recording) -> Iterator[None]:
     def clone(storage: torch.UntypedStorage) -> torch.UntypedStorage:
         return recording.copy_storage(storage) if recording.knows(storage) else copy(storage)
 
+    def draw(real: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            if kwargs.get("generator") is generator:  # which is the one that is taken without a name
+                kwargs = {**kwargs, "generator": None}
+            return real(*args, **kwargs)
+
+        return run
+
     generator = _Settling(recording)
     to_list = Tensor.tolist
     copy: Callable[[torch.UntypedStorage], torch.UntypedStorage] = torch.UntypedStorage.clone
@@ -76,6 +90,8 @@ def watching_python(recording: Recording) -> Iterator[None]:
         for (owner, name), reason in _ASKS.items():
             changed.enter_context(replaced(owner, name, refuse(getattr(owner, name), reason)))
         changed.enter_context(replaced(Tensor, "tolist", list_values))
+        for owner, name in [*((Tensor, name) for name in _DRAWS_IN_PLACE), *((torch, name) for name in _DRAWS)]:
+            changed.enter_context(replaced(owner, name, draw(getattr(owner, name))))
         changed.enter_context(replaced(torch.UntypedStorage, "clone", clone))
         for module in (torch, torch.random, torch._C):
             changed.enter_context(replaced(module, "default_generator", generator))
@@ -89,7 +105,7 @@ def watching_python(recording: Recording) -> Iterator[None]:
 class _Settling:
     """Torch's generator for code that asks it for its state, which it then really has.
 
-    It is no generator: an operator that is given it raises.
+    It is no generator: operators are given none in its place.
     """
 
     def __init__(self, recording: Recording) -> None:

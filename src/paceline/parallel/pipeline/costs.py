@@ -11,7 +11,7 @@ import torch
 from torch import Size, Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from torch.utils.flop_counter import FlopCounterMode
+from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 from torch.utils.module_tracker import ModuleTracker
 
 from paceline.errors import SettingsError
@@ -66,8 +66,16 @@ def _rnn_flops(input: Size, weights: Sequence[Size]) -> int:
     return 2 * prod(input[:-1]) * sum(prod(weight) for weight in weights if len(weight) > 1)
 
 
-RNN_FLOPS = {torch.ops.aten.mkldnn_rnn_layer: _mkldnn_rnn_flops, torch.ops.aten._cudnn_rnn: _cudnn_rnn_flops}
-"""Flops of the kernels of a whole recurrence, which torch's counter has no formula for."""
+def _cpu_attention_flops(query: Size, key: Size, value: Size, *_: Any, **__: Any) -> int:
+    return int(sdpa_flop_count(query, key, value))
+
+
+FLOPS = {
+    torch.ops.aten.mkldnn_rnn_layer: _mkldnn_rnn_flops,
+    torch.ops.aten._cudnn_rnn: _cudnn_rnn_flops,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _cpu_attention_flops,
+}
+"""Flops of kernels that torch's counter has no formula for: of a whole recurrence, and of attention on CPUs."""
 
 
 def cut(
@@ -76,6 +84,7 @@ def cut(
     settings: PipelineSettings,
     mesh: Mesh,
     sample: tuple[Tensor, ...],
+    num_samples: int = 1,
 ) -> list[range]:
     """Return the layers of each stage; every rank of the world calls it, and they all get the same.
 
@@ -84,7 +93,9 @@ def cut(
         layers: Layers of the model.
         settings: Settings that say where stages begin, or how to balance them.
         mesh: Mesh of the layout.
-        sample: Inputs of the first layer, for about one micro-batch.
+        sample: Inputs of the first layer.
+        num_samples: Samples of a micro-batch. If `sample` has fewer, they are repeated: kernels of many samples take
+            other shares of the time than those of one.
 
     Raises:
         SettingsError: There are too few layers, `cuts` names an unknown one, or there is no sample to measure with.
@@ -97,11 +108,20 @@ def cut(
             "sample must be inputs of a sample for a pipeline, unless its cuts are named, but got none; "
             "give parallelize one"
         )
+    sample = _repeat(sample, num_samples)
     with restored(model):
         if settings.cuts == "estimated":
             return partition(estimate(model, layers, sample), num_stages)
         measured = mesh.world.gather_documents(measure(model, layers, sample), name="costs of pipeline stages")
     return partition([median(one) for one in zip(*measured, strict=True)], num_stages)
+
+
+def _repeat(sample: tuple[Tensor, ...], num_samples: int) -> tuple[Tensor, ...]:
+    number = len(sample[0])
+    if number >= num_samples:
+        return sample
+    times = -(-num_samples // number)
+    return tuple(torch.cat([one] * times)[:num_samples] if one.dim() and len(one) == number else one for one in sample)
 
 
 def estimate(model: nn.Module, layers: Sequence[PipelineLayer], sample: tuple[Tensor, ...]) -> list[float]:
@@ -113,7 +133,7 @@ def estimate(model: nn.Module, layers: Sequence[PipelineLayer], sample: tuple[Te
     value: Any = sample if len(sample) > 1 else sample[0]
     with torch.no_grad():
         for layer in layers:
-            counter = FlopCounterMode(display=False, custom_mapping=RNN_FLOPS)
+            counter = FlopCounterMode(display=False, custom_mapping=FLOPS)
             counter.mod_tracker = _OneModule()
             with counter as flops, _ByteCounter() as moved:
                 value = layer.run(value)

@@ -25,7 +25,7 @@ from paceline.parallel.pipeline.orders import ChunkLoss, TorchSchedule
 from paceline.parallel.pipeline.settings import PipelineSettings
 from paceline.parallel.pipeline.stages import Stage, Value, as_tuple
 from paceline.parallel.pipeline.times import Clock, PipelineTimes, TimedStage
-from paceline.parallel.pipeline.traced import check_same_layers, find_layers, list_opened
+from paceline.parallel.pipeline.traced import adopt_shapes, check_same_layers, find_layers, list_opened
 from paceline.parallel.trial import restored
 
 _MAX_KEPT = 4
@@ -43,10 +43,11 @@ class Pipeline:
             removed, all others keep their names.
         mesh: Mesh of the layout.
         settings: Order of work and cuts.
-        sample: Inputs of the model, for about one micro-batch: a tensor, several, or a mapping by name. Costs are
-            measured with them, and a model that does not list its layers is run on them to find these.
+        sample: Inputs of the model for at least one sample: a tensor, several, or a mapping by name. A model that does
+            not list its layers is run on them to find these.
         peers: Ranks that gather parameters of stages together with this one, or share their experts: all run them
             equally often.
+        num_samples: Samples of a micro-batch, for which the costs of layers are found.
 
     Raises:
         SettingsError: The model cannot be split like this.
@@ -59,6 +60,7 @@ class Pipeline:
         settings: PipelineSettings,
         sample: Any,
         peers: Group | None = None,
+        num_samples: int = 1,
     ) -> None:
         self.settings = settings
         self.num_ranks = mesh.size("pipeline")
@@ -74,9 +76,8 @@ class Pipeline:
         self._num_losses = 0
         layers = find_layers(module, settings.sequence, sample)
         check_same_layers(layers, mesh)
-        self.layers_of_stages = [
-            [layers[i] for i in places] for places in cut(module, layers, settings, mesh, tuple(list_tensors(sample)))
-        ]
+        places = cut(module, layers, settings, mesh, tuple(list_tensors(sample)), num_samples)
+        self.layers_of_stages = [[layers[i] for i in held] for held in places]
         """Layers of each stage of the whole pipeline."""
         self.num_stages = len(self.layers_of_stages)
         if peers is not None and mesh.size("expert") == 1:  # ranks that share experts gather nothing
@@ -261,6 +262,8 @@ class Pipeline:
         alone = dist.new_group([dist.get_rank()])
         trial = ForwardPass(stages, self.num_stages, self.settings.behaviour, alone)
         trial.run([chunk])
+        for mine, theirs in zip(self.layers_of_stages, stages, strict=True):
+            adopt_shapes(mine, theirs.layers)
         sent = {index: tuple(map(cut, gives)) for index, (_, gives) in trial.descriptions.items()}
         first, last = trial.descriptions[0][0], trial.descriptions[self.num_stages - 1][1]
         return {

@@ -88,6 +88,9 @@ class ForwardTrace:
     """Outputs, inputs and names, as in `PartCall.needs`, that the model's output uses."""
     read: frozenset[Source | str] = frozenset()
     """Names, inputs and outputs that forwards between the calls read as numbers, to choose what they do."""
+    sent: dict[tuple[Any, ...], list[int]] = field(default_factory=dict, compare=False, repr=False)
+    """Shapes and dtypes that crossed a call, by it and the shapes of what crossed it, in a rehearsal: there tensors
+    have no values that could be sent."""
 
     def tensors_of(self, number: int) -> tuple[Described, ...]:
         """Return the tensors of the inputs, or of the output of a call."""
@@ -236,6 +239,7 @@ def calls_replaced(model: nn.Module, opened: frozenset[str], replacement: CallMo
     finally:
         _here.model = None
         nn.Module.__call__ = call_module  # type: ignore[method-assign]
+        replaced = call_module  # else the function would hold itself, and with it all results of the run
 
 
 def record(model: nn.Module, opened: frozenset[str], inputs: Any) -> ForwardTrace:

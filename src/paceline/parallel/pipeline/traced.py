@@ -139,6 +139,8 @@ class Part:
                 output = call(self.model, run.fill(INPUTS))
         except _EndOfPartError:
             return run.finish()
+        finally:
+            run.close()
         if self.end < len(self.trace.calls) or run.number < self.end:
             raise run.refuse("nothing more")
         output = find_output(output)
@@ -174,7 +176,9 @@ class _PartRun:
         if value[-1].device.type == "cpu" or key not in part.shapes:  # to read it on a GPU, the host would wait
             if len(part.shapes) == _MAX_SHAPES:
                 part.shapes.clear()
-            part.shapes[key] = _decode(self._trace, part.begin, value[-1])
+            is_rehearsed = isinstance(value[-1], FakeTensor)
+            numbers = self._trace.sent[key] if is_rehearsed else value[-1].tolist()
+            part.shapes[key] = _decode(self._trace, part.begin, numbers)
         self._shapes = part.shapes[key]
 
     def call_part(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -213,7 +217,13 @@ class _PartRun:
         for source in _find_shaped(self._trace, self._part.end):
             known = self._known.get(source)
             numbers += [DTYPES.index(known.dtype), *known.shape] if known is not None else self._shapes[source]
+        if isinstance(values[0], FakeTensor):
+            self._trace.sent[self._part.end, *(value.shape for value in values)] = numbers
         return (*values, send_to(values[0].device, torch.tensor(numbers, dtype=torch.int64)))
+
+    def close(self) -> None:
+        """Forget all results, which whoever holds the run would keep."""
+        self._known.clear()
 
     def refuse_missing(self, data: Any, user: str) -> None:
         """Raise `SettingsError` if tensors come from what this part does not have."""
@@ -253,12 +263,11 @@ def _find_shaped(trace: ForwardTrace, end: int) -> list[Source]:
     return [source for source in everything if source not in crossing]
 
 
-def _decode(trace: ForwardTrace, begin: int, encoded: Tensor) -> dict[Source, list[int]]:
-    numbers = encoded.tolist()
+def _decode(trace: ForwardTrace, begin: int, numbers: Sequence[int]) -> dict[Source, list[int]]:
     shapes, at = {}, 0
     for number, place in _find_shaped(trace, begin):
         length = 1 + trace.tensors_of(number)[place].num_dims
-        shapes[number, place] = numbers[at : at + length]
+        shapes[number, place] = [*numbers[at : at + length]]
         at += length
     return shapes
 
@@ -334,6 +343,13 @@ def list_gradients(run: Any, tensors: Sequence[Tensor], gives: bool) -> tuple[bo
         crossing = run.trace.find_crossing(run.end)
         return (*(run.trace.tensors_of(number)[place].has_gradient for number, place in crossing), False)
     return tuple(known)
+
+
+def adopt_shapes(layers: Sequence[PipelineLayer], others: Sequence[PipelineLayer]) -> None:
+    """Let layers know, in a rehearsal, the shapes that crossed those of the same model elsewhere."""
+    for layer, other in zip(layers, others, strict=True):
+        if isinstance(layer.run, Part) and isinstance(other.run, Part):
+            layer.run.trace.sent.update(other.run.trace.sent)
 
 
 def join_parts(layers: Sequence[PipelineLayer]) -> list[Any]:
