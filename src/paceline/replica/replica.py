@@ -347,7 +347,6 @@ class Replica:
         self._times.ended_s = time.perf_counter()
         reported = all_totals or totals
         self._last_loss = reported.loss / reported.weight if reported.weight else self._last_loss
-        wire_bytes = result.wire_bytes + self.wire_bytes + self.shard.take_sent_bytes()
         made = StepResult(
             loss=self._last_loss,
             weight=reported.weight,
@@ -356,7 +355,7 @@ class Replica:
             skipped=stepped.skipped,
             stop=stop,
             newly_unused=newly_unused,
-            wire_bytes=wire_bytes,
+            wire_bytes=result.wire_bytes + self.wire_bytes + self.shard.take_sent_bytes(),
             times=self._times,
         )
         self.state.last_result = (self.num_updates, made)
@@ -371,8 +370,7 @@ class Replica:
 
     def _end_step(self) -> None:
         """Forget the step's gradients and times."""
-        self._weight, self._loss, self._scalars = 0.0, torch.zeros_like(self._loss), None
-        self._times = StepTimes()
+        self._weight, self._loss, self._scalars, self._times = 0.0, torch.zeros_like(self._loss), None, StepTimes()
 
     def flush(self) -> None:
         """Apply the buckets that wait for the next forward, so that parameters are those after the last update."""
