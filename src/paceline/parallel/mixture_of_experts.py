@@ -45,7 +45,7 @@ class Experts(nn.Module):
             x_NW: Tokens.
             index_NK: Experts of each token; `num_experts` stands for none.
             weight_NK: Weights of these experts.
-            counts: Number of times that `index_NK` names each expert, if the host knows it; by default it waits for them.
+            counts: Number of times `index_NK` names each expert, if the host knows; by default it waits for them.
         """
         counts = _read_counts(index_NK, self.num_experts) if counts is None else counts
         order = index_NK.flatten().argsort(stable=True)[: sum(counts)]
