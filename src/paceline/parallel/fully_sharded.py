@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_map_only
 from paceline.errors import SettingsError
 from paceline.parallel.local import fused_parts
 from paceline.parallel.mesh import Mesh
+from paceline.parallel.parameter_hooks import carry_hooks, find_hooks
 
 
 def shard_module(
@@ -29,8 +30,10 @@ def shard_module(
 
     ZeRO (Rajbhandari 2020) by torch's FSDP2. Each block's parameters are gathered before its forward, and the sum of
     its gradients scattered after its backward, while other blocks compute; every parameter becomes a DTensor, split
-    along its first dim as `torch.chunk` does. A parameter's hooks run once its part of the sum is in its gradient. With
-    one rank along the axis it is plain training, and nothing is done.
+    along its first dim as `torch.chunk` does. Hooks of the parameters see a rank's own gradient of all of one, before
+    the sum; those that are registered later run once its part of the sum is in its gradient. With one rank along the
+    axis it is plain training, and nothing is done. Parameters without dims stay whole on every rank, which sums
+    their gradients nowhere: see `ModelShard.clear_unused_gradients`.
 
     In memory, of n ranks: 1/n of parameters, gradients and optimizer state, and one block's full parameters and
     gradients; in stage 2 all full parameters from forward to backward. On the wire each rank sends, times (n-1)/n:
@@ -57,6 +60,8 @@ def shard_module(
         return module
     policy = MixedPrecisionPolicy(gather_dtype, reduce_dtype=check_parameters(module), cast_forward_inputs=False)
     found = _list_blocks(module, find_blocks(module) if blocks is None else blocks)
+    hooks = find_hooks(module)
+    scalars = {parameter for parameter in module.parameters() if parameter.dim() == 0}
     device_mesh = mesh.device_mesh["sharded"]
     # Torch's None: free parameters after forward, except the root's, since backward begins with its end.
     reshard_after_forward = None if zero_stage == 3 else False
@@ -68,7 +73,9 @@ def shard_module(
             reshard_after_forward=reshard_after_forward,
             mp_policy=policy,
             shard_placement_fn=_choose_dim,
+            ignored_params=scalars,
         )
+    carry_hooks([*found, module], hooks)
     for part in _sharded_modules(module):
         part.set_gradient_divide_factor(1.0)
         part.set_force_sum_reduction_for_comms(True)  # gloo supports no other
@@ -197,16 +204,12 @@ def _list_blocks(module: nn.Module, names: Iterable[str]) -> list[nn.Module]:
 def check_parameters(module: nn.Module) -> torch.dtype:
     """Return the dtype of the parameters, and raise `SettingsError` if they cannot be sharded."""
     for name, parameter in module.named_parameters():
-        if parameter.dim() == 0:
-            raise SettingsError(
-                f"a sharded parameter must have at least one dim, but {name} has none; give it the shape (1,)"
-            )
         if not parameter.is_contiguous():
             raise SettingsError(
                 f"a sharded parameter must be contiguous, but {name} has strides {tuple(parameter.stride())}; "
                 "leave memory formats such as channels_last to inputs, or shard with zero_stage 1"
             )
-    dtypes = {parameter.dtype: name for name, parameter in module.named_parameters()}
+    dtypes = {parameter.dtype: name for name, parameter in module.named_parameters() if parameter.dim()}
     if len(dtypes) != 1:
         named = ", ".join(f"{name} of {dtype}" for dtype, name in dtypes.items())
         raise SettingsError(

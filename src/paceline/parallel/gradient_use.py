@@ -51,6 +51,9 @@ class GradientUse:
         self._reduce_scatter = reduce_scatter
         self._used: set[str] = set()
         self._hooked: set[str] = set()
+        for name, parameter in module.named_parameters():
+            if name in self._places and not parameter.dim():  # every rank has all of it
+                parameter.register_post_accumulate_grad_hook(self._make_hook(name))
         for block in {block for part in parts for block in part.modules() if isinstance(block, FSDPModule)}:
             block.register_forward_pre_hook(self._watch)
 

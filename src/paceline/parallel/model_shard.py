@@ -144,6 +144,8 @@ class ModelShard:
         holders = self.pipeline.shared.get(name) if self.pipeline is not None else None
         if self.pipeline is not None and holders and self.pipeline.place != min(holders):
             return False
+        if self.layout.shards_parameters and self.mesh.coordinate("sharded") and not is_split(parameter, "sharded"):
+            return False
         if isinstance(parameter, DTensor):
             names = parameter.device_mesh.mesh_dim_names or ()
             return all(
@@ -209,7 +211,8 @@ class ModelShard:
     def list_replicated(self, parameters: Mapping[str, nn.Parameter]) -> list[tuple[Group, list[str]]]:
         """Return the parameters that ranks of this worker replicate, with the group of these ranks."""
         common: dict[Group, list[str]] = {}
-        for axis in _SPLITTING:
+        sharded: tuple[Axis, ...] = ("sharded",) if self.layout.shards_parameters else ()
+        for axis in (*_SPLITTING, *sharded):
             if self.mesh is not None and self.mesh.size(axis) > 1:
                 whole = [name for name, parameter in parameters.items() if not is_split(parameter, axis)]
                 common[self.mesh.group(axis)] = whole
@@ -242,6 +245,8 @@ class ModelShard:
     def clear_unused_gradients(self, parameters: Mapping[str, nn.Parameter], replicas: Group) -> UseOfStep:
         """Take off the zeros that ranks which share a parameter have summed where none of them used it.
 
+        Before, gradients of parameters that all of these ranks have whole, those without dims, are summed over them.
+
         Args:
             parameters: Parameters that require gradients, by name.
             replicas: Ranks over which the step sums the gradients of this shard.
@@ -251,9 +256,21 @@ class ModelShard:
         assert self.mesh is not None
         matrices = self.mesh.group("tensor") if self.reduce_scatter is not None else None
         use = self._use.exchange(replicas, matrices)
+        whole = [p for name, p in parameters.items() if not is_split(p, "sharded") and name not in use.unused]
+        for parameter in whole:
+            parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        if whole:
+            self._sum_over_sharded([local(parameter.grad) for parameter in whole if parameter.grad is not None])
         for name in use.unused:
             parameters[name].grad = None
         return use
+
+    def _sum_over_sharded(self, gradients: Sequence[Tensor]) -> None:
+        assert self.mesh is not None
+        values = torch.stack([gradient.double() for gradient in gradients])
+        self.mesh.group("sharded").all_reduce(values, name="gradients of parameters without dims").wait()
+        for gradient, value in zip(gradients, values, strict=True):
+            gradient.copy_(value)
 
     def take_sent_bytes(self) -> int:
         """Return the bytes of tokens that this rank has sent to experts since the last call."""

@@ -1,6 +1,6 @@
 """A layout applied to a model: the shard of each rank, made in the one order in which the axes can be combined."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -12,12 +12,14 @@ from paceline.comm.join import find_group
 from paceline.compression.codec import Codec
 from paceline.data.batch import describe, list_tensors, map_tensors
 from paceline.errors import SettingsError
+from paceline.parallel.block_use import agree_on_blocks
 from paceline.parallel.context import check_attention, check_length, full_sequences, is_foreign, split_attention
 from paceline.parallel.deferred import Construction
 from paceline.parallel.expert import check_experts, split_experts
-from paceline.parallel.fully_sharded import adopt_parameters, check_parameters, find_blocks, shard_module, tied
+from paceline.parallel.fully_sharded import adopt_parameters, check_parameters, shard_module, tied
 from paceline.parallel.mesh import Mesh
 from paceline.parallel.model_shard import ModelShard
+from paceline.parallel.parameter_hooks import check_hooks
 from paceline.parallel.pipeline import Pipeline, PipelineSettings
 from paceline.parallel.pipeline.costs import cut_at
 from paceline.parallel.pipeline.layers import list_layers
@@ -83,6 +85,7 @@ def parallelize(
         )
     mesh = Mesh(world, axes)
     construction, sample = _begin_alike(module, layout, settings, sample, world, construction)
+    blocks = agree_on_blocks(module, sample, mesh) if layout.shards_parameters else []
     plan: TensorPlan | None = None
     boundaries: dict[str, Any] = {}
     if layout.tensor > 1:
@@ -98,8 +101,7 @@ def parallelize(
     if layout.context > 1 and not is_context_split:
         split_attention(module, mesh)
     _check_length(sample, mesh, plan)
-    if layout.shards_parameters:
-        _shard_stages(module, driver, mesh, layout, gather_dtype)
+    _shard_stages(module, driver, mesh, layout, blocks, gather_dtype)
     _finish(construction, module, driver, world)
     shard = ModelShard(
         mesh.group("data", "context", *(() if layout.shards_parameters else ("sharded",))),
@@ -139,6 +141,7 @@ def _begin_alike(
     Returns:
         The construction, and the sample on the module's device.
     """
+    check_hooks(module, layout)
     check_experts(module, layout)
     check_same_model(module, world)
     if construction is not None and not needs_values(module, layout, settings):
@@ -303,15 +306,23 @@ def check_sharding(layout: Layout, sharded_codec: Codec | None, pipeline: Pipeli
 
 
 def _shard_stages(
-    module: nn.Module, driver: Pipeline | None, mesh: Mesh, layout: Layout, gather_dtype: torch.dtype | None
+    module: nn.Module,
+    driver: Pipeline | None,
+    mesh: Mesh,
+    layout: Layout,
+    blocks: Sequence[str],
+    gather_dtype: torch.dtype | None,
 ) -> None:
+    if not layout.shards_parameters:
+        return
     zero_stage: Literal[2, 3] = 3 if layout.zero_stage == 3 else 2
     if driver is None:
-        shard_module(module, mesh, zero_stage=zero_stage, gather_dtype=gather_dtype)
+        shard_module(module, mesh, zero_stage=zero_stage, blocks=blocks, gather_dtype=gather_dtype)
         return
-    blocks = {module.get_submodule(name) for name in find_blocks(module)}
+    modules = dict(module.named_modules())
+    held = {modules[name] for name in blocks if name in modules}
     for stage in driver.stages:
-        names = [name for name, child in stage.named_modules() if child in blocks]
+        names = [name for name, child in stage.named_modules() if child in held]
         if next(stage.parameters(), None) is not None:
             with tied(module):
                 shard_module(stage, mesh, zero_stage=zero_stage, blocks=names, gather_dtype=gather_dtype)

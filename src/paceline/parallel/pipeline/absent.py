@@ -1,5 +1,6 @@
 """Values that other ranks of a pipeline have: what is computed from their placeholders is refused where it counts."""
 
+from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -7,6 +8,7 @@ from typing import Any
 from torch import Tensor
 from torch.overrides import TorchFunctionMode, _get_current_function_mode, _pop_mode_temporarily
 from torch.utils._pytree import tree_leaves
+from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from paceline.errors import SettingsError
@@ -28,11 +30,15 @@ class Tracking(TorchFunctionMode):
 
     def __init__(self) -> None:
         super().__init__()
+        self.unhooked: list[Tensor] = []
+        """Tensors that get no hooks: the rank that made them has run the same line."""
         self._is_paused = False
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run a function of torch."""
         kwargs = kwargs or {}
+        if func is Tensor.register_hook and not self._is_paused and any(args[0] is one for one in self.unhooked):
+            return RemovableHandle(OrderedDict())
         source = None if self._is_paused else find_missing((args, kwargs))
         result = func(*args, **kwargs)
         if source is None:

@@ -18,7 +18,8 @@ from paceline.comm.streams import send_to
 from paceline.data.batch import call, describe, map_tensors
 from paceline.errors import PacelineError, SettingsError
 from paceline.parallel.mesh import Mesh
-from paceline.parallel.pipeline.absent import ADVICE, Tracking, find_missing, mark_missing
+from paceline.parallel.pipeline.absent import ADVICE, Tracking, find_missing, list_tensors, mark_missing
+from paceline.parallel.pipeline.gradient_check import find_wrong_gradient
 from paceline.parallel.pipeline.layers import LAYERS_ADVICE, HasPipelineLayers, PipelineLayer, find_owned, list_layers
 from paceline.parallel.pipeline.trace import (
     INPUTS,
@@ -29,7 +30,7 @@ from paceline.parallel.pipeline.trace import (
     find_output,
     record,
 )
-from paceline.parallel.trial import evaluating, is_random, restored, training, vary
+from paceline.parallel.trial import evaluating, is_random, restored, training, vary, without_constants
 
 DTYPES = (
     torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.int32, torch.int16, torch.int8,
@@ -191,7 +192,10 @@ class _PartRun:
             raise _EndOfPartError
         self.number += 1
         if number < self._part.begin:
-            return self.fill(number)
+            output = self.fill(number)
+            self.tracking.unhooked += list_tensors(output)
+            return output
+        self.tracking.unhooked.clear()
         self.refuse_missing((args, kwargs), calls[number].name)
         with self.tracking.paused():
             output = call_module(module, *args, **kwargs)
@@ -405,7 +409,8 @@ def _check(module: nn.Module, layers: Sequence[PipelineLayer], samples: Sequence
     """Refuse a model whose layers, one after the other, compute something else than its forward.
 
     Each layer takes all samples before the next one does, from the state of the whole model, as ranks of a pipeline do.
-    It is compared in evaluation, and in training without dropout unless that still draws random numbers.
+    It is compared in evaluation, and in training without dropout unless that still draws random numbers, then with its
+    gradients.
     """
     if any(isinstance(parameter, FakeTensor) for parameter in module.parameters()):
         return  # a rehearsal, which knows no values
@@ -414,6 +419,7 @@ def _check(module: nn.Module, layers: Sequence[PipelineLayer], samples: Sequence
     with training(module):
         if not is_random(module, samples[0]):
             _compare(module, layers, samples, " in training")
+            _compare_gradients(module, layers, samples[0])
 
 
 def _compare(module: nn.Module, layers: Sequence[PipelineLayer], samples: Sequence[Any], when: str) -> None:
@@ -436,3 +442,21 @@ def _compare(module: nn.Module, layers: Sequence[PipelineLayer], samples: Sequen
                 f"{when}: its blocks share something that is no argument of theirs, or its forward changes something "
                 f"after its first blocks that the next one uses; {LAYERS_ADVICE}"
             )
+
+
+def _compare_gradients(module: nn.Module, layers: Sequence[PipelineLayer], sample: Any) -> None:
+    parts = [layer.run for layer in layers if isinstance(layer.run, Part)]
+    inputs = tuple(parts[0].trace.inputs.of(map_tensors(torch.clone, sample))[1])
+    with without_constants(module), restored(module):
+        found = find_wrong_gradient(
+            module,
+            lambda: find_output(call(module, map_tensors(torch.clone, sample))),
+            [replace(part, fills_with=float("nan")) for part in parts],
+            inputs,
+        )
+    if found:
+        raise SettingsError(
+            f"a model run as a pipeline must have the gradients of the whole one, but {type(module).__name__}, cut at "
+            f"{', '.join(layer.name for layer in layers[1:])}, has {found}: a hook on a result that several stages use "
+            f"sees a part of its gradient on each, for instance; {LAYERS_ADVICE}"
+        )

@@ -1,0 +1,72 @@
+"""Blocks whose parameters others read, or that only some samples use, are gathered with the root."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from paceline.comm.local_group import LocalGroup
+from paceline.parallel.block_use import agree_on_blocks
+from paceline.parallel.mesh import Mesh
+from paceline.topology.layout import Layout
+
+
+class Net(nn.Module):
+    """Blocks that run one after the other, and what a subclass does beside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+        self.others = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        for other in self.others:
+            x = other(x) if other.weight.dtype == x.dtype else x
+        return x
+
+
+class Reads(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) @ self.blocks[1].weight
+
+
+class Parts(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + nn.functional.linear(x, self.others[0].weight, self.others[2].bias)
+
+
+class Routes(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x + self.others[int(x.argmax()) % 3](x)
+
+
+class Fails(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        raise ValueError("no sample")
+
+
+BLOCKS, OTHERS = ([f"{name}.{i}" for i in range(3)] for name in ("blocks", "others"))
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+@pytest.mark.parametrize(
+    ("kind", "found"),
+    [
+        (Net, BLOCKS + OTHERS),
+        (Reads, ["blocks.0", "blocks.2", *OTHERS]),
+        (Parts, [*BLOCKS, "others.1"]),
+        (Routes, BLOCKS),
+        (Fails, BLOCKS + OTHERS),
+    ],
+)
+def test_blocks_that_are_gathered_by_themselves(kind: type[Net], found: list[str], device: str) -> None:
+    if device == "meta" and kind is Routes:
+        found = BLOCKS + OTHERS  # which one is not known without values
+    mesh = Mesh(LocalGroup(), Layout().resolve(1))
+    module = kind().to(device)
+    assert agree_on_blocks(module, torch.ones(1, 4, device=device), mesh) == found
+    assert agree_on_blocks(module, None, mesh) == BLOCKS + OTHERS
+    assert all(not part._forward_hooks and not part._forward_pre_hooks for part in module.modules())
