@@ -232,6 +232,12 @@ def check_tokens(sample: Any, layout: Layout) -> None:
             f"inputs must be sequences of tokens for context({layout.context}), of the shape (samples, tokens) or "
             f"(samples, tokens, width), but got {describe(sample)}; set Layout(context=1) (--layout.context 1)"
         )
+    is_of_features = all(one.dim() == 2 and one.is_floating_point() for one in tensors)
+    if len({one.shape[1] for one in tensors}) > 1 or (is_of_features and tensors[0].shape[1] % (2 * layout.context)):
+        raise SettingsError(
+            f"context({layout.context}) must have sequences to divide, all inputs of as many tokens, but got "
+            f"{describe(sample)}, which are no such sequences; set Layout(context=1) (--layout.context 1)"
+        )
     check_length(tensors[0].shape[1], context=layout.context)
 
 
