@@ -1,6 +1,7 @@
 """A model split into stages, run forward only: for evaluation, and to find the shapes that stages send."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -42,15 +43,15 @@ class ForwardPass:
         self.descriptions: dict[int, tuple[Description, Description]] = {}
         """Inputs and outputs of each stage of this rank, for the last micro-batch."""
 
-    def run(self, chunks: Sequence[Value]) -> list[Value]:
+    def run(self, chunks: Sequence[Value]) -> list[Any]:
         """Return the model's output for each micro-batch on the rank of the last stage; an empty list on others."""
         with torch.no_grad():
             outputs = self._run(chunks)
         torch.clear_autocast_cache()  # weights cast here would have no graph, and get no gradients later
         return outputs
 
-    def _run(self, chunks: Sequence[Value]) -> list[Value]:
-        outputs: list[Value] = []
+    def _run(self, chunks: Sequence[Value]) -> list[Any]:
+        outputs: list[Any] = []
         for stage in self._stages:
             late: list[tuple[Value, Gradients, int, int]] = []
             for i, chunk in enumerate(chunks):
@@ -59,7 +60,7 @@ class ForwardPass:
                 gives = stage.list_gradients(output, any(gradients))
                 self.descriptions[stage.index] = (_describe(value, gradients), _describe(output, gives))
                 if stage.index == self._num_stages - 1:
-                    outputs.append(output)
+                    outputs.append(stage.rebuild(output))
                 elif self._num_stages == dist.get_world_size(self._group):
                     self._give(output, gives, stage.index + 1, i)
                 else:
