@@ -6,6 +6,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from paceline.comm.group import Group
 from paceline.comm.join import find_group
@@ -141,6 +142,7 @@ def _begin_alike(
     """
     check_experts(module, layout)
     check_same_model(module, world)
+    sample = _take_two(module, sample) if layout.pipeline > 1 else sample
     if construction is not None and not needs_values(module, layout, settings):
         return construction, map_tensors(lambda tensor: tensor.to("meta"), sample)
     _finish(construction, module, None, world)
@@ -153,7 +155,11 @@ def _cut_into_stages(
 ) -> Pipeline:
     """Split a module into stages, in place, by measures of whole sequences."""
     with full_sequences(module):
-        return Pipeline(module, mesh, settings, sample, _find_peers(mesh, layout))
+        driver = Pipeline(module, mesh, settings, sample, _find_peers(mesh, layout))
+        tensors = [*list_tensors(sample), *driver.module.parameters()]
+        if list_tensors(sample) and not any(one.is_meta or isinstance(one, FakeTensor) for one in tensors):
+            driver.try_step(tuple(list_tensors(sample)))
+        return driver
 
 
 def _finish(construction: Construction | None, module: nn.Module, driver: Pipeline | None, world: Group) -> None:
@@ -217,6 +223,15 @@ def _list_boundaries(module: nn.Module, sample: Any, settings: PipelineSettings)
             boundaries[layer.name] = value
             value = layer.run(value)
     return boundaries
+
+
+def _take_two(module: nn.Module, sample: Any) -> Any:
+    """Return the sample, twice if it is a single one of a model with norms over samples, which train on several."""
+    tensors = list_tensors(sample)
+    is_single = all(one.dim() and len(one) == 1 for one in tensors)
+    if not is_single or not any(isinstance(part, _BatchNorm) for part in module.modules()):
+        return sample
+    return map_tensors(lambda one: torch.cat([one, one]), sample)
 
 
 def check_tokens(sample: Any, layout: Layout) -> None:

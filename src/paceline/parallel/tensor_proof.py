@@ -74,7 +74,7 @@ class Trace:
                 call(module, inputs)
         self.linear = [(name, given) for name, given in self.linear if name not in self._repeated | uses.elsewhere]
         self.changed = {name for name, (output, version) in self._outputs.items() if output._version != version}
-        """Linear maps whose output is changed in place, which autograd forbids for what ranks have exchanged."""
+        """Linear maps whose output is changed in place, which autograd forbids for gathered columns."""
 
     def _record(self, name: str) -> Callable[..., None]:
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
@@ -177,8 +177,6 @@ def prove(pair: Pair, styles: Mapping[str, Style], attributes: Attributes, size:
     held = {id(p) for name in styles for p in pair.trace.modules[name].parameters()}
     block = pair.trace.modules[pair.block]
     others = {name: p for name, p in block.named_parameters() if id(p) not in held and p.requires_grad}
-    if pair.rows in pair.trace.changed:
-        return None
     results: list[tuple[Tensor, list[Tensor | None]]] = []
     try:
         whole, gradients, end = _run(pair, others.values())
@@ -206,7 +204,7 @@ def prove(pair: Pair, styles: Mapping[str, Style], attributes: Attributes, size:
 
 def prove_alone(trace: Trace, name: str, style: Style, size: int) -> bool:
     """Return whether the ranks' parts of a linear map, for its own first input, make what all of it does."""
-    if name in trace.changed:
+    if style == "gathered_columns" and name in trace.changed:
         return False
     module, ((given, *args), kwargs) = trace.modules[name], trace.calls[name]
     try:
@@ -239,8 +237,8 @@ def _run(
     reached: list[Tensor] = []
 
     def leave(module: nn.Module, args: Any, output: Tensor) -> Tensor | None:
-        reached.append(output)
-        return added_up
+        reached.append(output.clone())  # what comes after may change it in place
+        return None if added_up is None else added_up.clone()
 
     def detach(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
         return tuple(one.detach() if isinstance(one, Tensor) else one for one in args)

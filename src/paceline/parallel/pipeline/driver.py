@@ -15,7 +15,7 @@ from paceline.comm.torch_group import is_lost_peer
 from paceline.data.batch import list_tensors, map_tensors, select
 from paceline.errors import PacelineError, SettingsError
 from paceline.parallel.mesh import Mesh
-from paceline.parallel.mismatch import explain_failure
+from paceline.parallel.mismatch import explain_failure, report_failure
 from paceline.parallel.pipeline.absent import Tracking, find_missing
 from paceline.parallel.pipeline.costs import cut
 from paceline.parallel.pipeline.forward import Description, ForwardPass
@@ -23,9 +23,10 @@ from paceline.parallel.pipeline.layers import PipelineLayer, find_modules, find_
 from paceline.parallel.pipeline.orders import ChunkLoss, TorchSchedule
 from paceline.parallel.pipeline.settings import PipelineSettings
 from paceline.parallel.pipeline.stages import Stage, Value, as_tuple
+from paceline.parallel.pipeline.step_trial import StepTrial
 from paceline.parallel.pipeline.times import Clock, PipelineTimes, TimedStage
 from paceline.parallel.pipeline.traced import check_same_layers, find_layers, list_opened
-from paceline.parallel.trial import restored
+from paceline.parallel.trial import restored, training
 
 _MAX_KEPT = 4
 """Number of micro-batch shapes whose receive buffers are kept."""
@@ -163,6 +164,15 @@ class Pipeline:
             return None
         parts = zip(*map(list_tensors, outputs), strict=True)
         return map_tensors(lambda _: _join(next(parts)), outputs[0])
+
+    def try_step(self, inputs: Value) -> None:
+        """Raise `SettingsError` on all ranks of the world if a stage of some cannot run on the inputs; see `StepTrial`.
+
+        Every rank calls it, before its modules are split or sharded.
+        """
+        trial = StepTrial(self.stages, self._forward(), self.num_stages, self._mesh.world)
+        with self._explaining("a trial"), restored(self.module), training(self.module):
+            trial.run(as_tuple(inputs))
 
     @property
     def buffers(self) -> list[Tensor]:
@@ -318,11 +328,16 @@ class Pipeline:
             yield
         except RuntimeError as error:
             if (refusal := _find_refusal(error)) is not None:
+                report_failure(refusal, self._mesh)
                 raise refusal from refusal.__cause__
             if not is_lost_peer(error):
+                report_failure(_find_origin(error), self._mesh)
                 raise
             reports = f"{what} of the pipeline lost a rank: position {self.place} of {self.num_ranks} reports"
             raise explain_failure(error, self._mesh, reports) from error
+        except Exception as error:
+            report_failure(error, self._mesh)
+            raise
 
 
 def _join(parts: Sequence[Tensor]) -> Tensor:
@@ -334,6 +349,11 @@ def _find_refusal(error: BaseException) -> PacelineError | None:
     """Return the error of ours that torch's schedule has wrapped in one of its own, if any."""
     cause = error.__cause__
     return cause if cause is None or isinstance(cause, PacelineError) else _find_refusal(cause)
+
+
+def _find_origin(error: BaseException) -> BaseException:
+    """Return the error that torch's schedule has wrapped in one of its own, or the error itself."""
+    return error if error.__cause__ is None else _find_origin(error.__cause__)
 
 
 @dataclass(frozen=True)
