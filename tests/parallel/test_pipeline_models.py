@@ -2,6 +2,7 @@
 
 from collections import namedtuple
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -101,12 +102,17 @@ class OfRecord(Plain):
         return Record(logits=self.head(x), hidden=self.other(x))
 
 
-MODELS: list[type[nn.Module]] = [InPlace, Reentrant, Listed, OfTuple, OfMapping, OfNamed, OfRecord]
+class OfNamespace(Plain):
+    def finish(self, x: Tensor) -> Any:
+        return SimpleNamespace(logits=self.head(x), hidden=self.other(x))
+
+
+MODELS: list[type[nn.Module]] = [InPlace, Reentrant, Listed, OfTuple, OfMapping, OfNamed, OfRecord, OfNamespace]
 
 
 def sum_all(output: Any, targets: Tensor) -> Tensor:
     """Return a loss of all that a model returns, which it finds as its author would."""
-    if isinstance(output, Named | Record):
+    if isinstance(output, Named | Record | SimpleNamespace):
         output = (output.logits, output.hidden)
     if isinstance(output, dict):
         assert output["name"] == "mapping"

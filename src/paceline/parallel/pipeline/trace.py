@@ -285,8 +285,8 @@ def find_output(output: Any) -> Any:
         output = type(output)(**{key: value for key, value in output.items() if key not in CACHES})
     if not list_results(output):
         raise SettingsError(
-            "a model run as a pipeline must return tensors, or tuples, lists, mappings or dataclasses of such, but got "
-            f"{describe(output)}; return the tensors that the loss is computed from in one of these"
+            "a model run as a pipeline must return tensors, or tuples, lists, mappings, dataclasses or namespaces of "
+            f"such, but got {describe(output)}; return the tensors that the loss is computed from in one of these"
         )
     return output
 
