@@ -170,7 +170,9 @@ def test_parts_that_lack_all_else_make_the_output_for_other_batches(name: str) -
         assert isinstance(run, Part)
         keep_only(model, find_owned(model, mine), opened=run.trace.opened)
         value = run(value)
-    torch.testing.assert_close(value, wanted if isinstance(wanted, Tensor) else wanted.logits, rtol=1e-6, atol=1e-6)
+    assert type(value) is type(wanted)
+    found, expected = (one if isinstance(one, Tensor) else one.logits for one in (value, wanted))
+    torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
 
 
 class Hiding(Learned):

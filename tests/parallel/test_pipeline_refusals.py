@@ -1,12 +1,19 @@
 """What is refused inside a pipeline's step reaches the user as Paceline's own error, not as one of torch's schedule."""
 
+from typing import Any
+
+import pytest
 import torch
 from pipeline_on_ranks import open_mesh, sum_of_losses
 from torch import nn
 
+from paceline.comm import join
 from paceline.errors import SettingsError
+from paceline.parallel.parallelize import check_tokens, find_shard, parallelize
 from paceline.parallel.pipeline import Pipeline, PipelineSettings
+from paceline.parallel.pipeline.layers import AbsentModule
 from paceline.testing.processes import run_processes
+from paceline.topology.layout import Layout
 
 
 class Refusing(nn.Module):
@@ -31,6 +38,94 @@ def refuse() -> list[str]:
         except Exception as error:
             return [type(error).__name__, str(error), repr(error.__cause__), str(error.__suppress_context__)]
     return []
+
+
+class Breaking(nn.Module):
+    """A model whose second half changes in place what needs a gradient, and says so in training only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(3, 3) for _ in range(2))
+        self.is_broken = True
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.layers[0](x)
+        if self.is_broken and not isinstance(self.layers[1], AbsentModule) and isinstance(self.layers[0], AbsentModule):
+            raise KeyError("no such block")
+        made: torch.Tensor = self.layers[1](x)
+        return made
+
+
+def break_in_trial() -> list[str]:
+    """Return what each rank says of a model that only a part of fails, before it trains and in a step."""
+    said = []
+    with join() as group:
+        for is_broken in (True, False):
+            model = Breaking()
+            model.is_broken = is_broken
+            try:
+                part: Any = parallelize(model, Layout(pipeline=2), group=group, sample=torch.ones(1, 3))
+                pipeline = find_shard(part, group).pipeline
+                assert pipeline is not None
+                assert all(parameter.grad is None for parameter in part.parameters())
+                part.is_broken = True
+                pipeline.run(torch.ones(4, 3), torch.zeros(4, dtype=torch.int64), sum_of_losses)
+            except Exception as error:
+                said.append(f"{type(error).__name__}: {error}")
+    return said
+
+
+def refuse_hooks_and_take_two() -> list[str]:
+    """Return what is said of a hook over a tensor axis, and of a norm over samples for a sample of one."""
+    said = []
+    with join() as group:
+        hooked = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2))
+        hooked[0].weight.register_hook(lambda gradient: gradient / gradient.norm())
+        normed = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
+        for model, layout in ((hooked, Layout(tensor=2)), (Around(normed), Layout(pipeline=2))):
+            try:
+                parallelize(model, layout, group=group, sample=torch.ones(1, 4))
+                said.append("")
+            except SettingsError as error:
+                said.append(str(error))
+    return said
+
+
+class Around(nn.Module):
+    """A model that is no sequence itself."""
+
+    def __init__(self, layers: nn.Module) -> None:
+        super().__init__()
+        self.layers = layers
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        made: torch.Tensor = self.layers(x)
+        return made
+
+
+def test_a_hook_is_named_and_a_sample_of_one_is_enough_for_a_norm_over_samples() -> None:
+    for rank in run_processes(2, refuse_hooks_and_take_two, timeout_s=50):
+        of_hook, of_norm = rank.value
+        assert of_hook.startswith("a split parameter must have no hook on its gradient")
+        assert "but 0.weight has one" in of_hook
+        assert of_norm == ""
+
+
+@pytest.mark.parametrize(
+    "sample", [{"x": torch.ones(1, 6)}, {"x": torch.ones(1, 8, 4), "ids": torch.ones(1, 4, dtype=torch.int64)}]
+)
+def test_inputs_that_are_no_sequences_are_told_as_such(sample: Any) -> None:
+    with pytest.raises(SettingsError, match=r"context\(2\) must have sequences to divide, .* no such sequences; set"):
+        check_tokens(sample, Layout(context=2))
+
+
+def test_what_one_rank_cannot_run_is_said_on_all() -> None:
+    ranks = run_processes(2, break_in_trial, timeout_s=50)
+    (first, first_step), (second, second_step) = (rank.value for rank in ranks)
+    assert first == second
+    assert "must run forward on the sample, but its stage of layers.1 says KeyError: 'no such block'" in first
+    assert "rank 1 failed with KeyError: 'no such block'" in first_step
+    assert "no such block" in second_step
 
 
 def test_a_refusal_inside_a_step_is_the_error_that_the_user_sees() -> None:

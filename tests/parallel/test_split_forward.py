@@ -34,6 +34,7 @@ class Attending(nn.Module):
         self.drop = nn.Dropout(0.5)
         self.gate = nn.Parameter(torch.zeros(1))
         self.bias = nn.Parameter(torch.zeros(32))
+        self.whole = nn.Parameter(torch.randn(NUM_TOKENS, WIDTH))
         self.small = nn.Parameter(torch.full((WIDTH,), 1e-4).cumsum(0))
         self.almost = nn.Parameter(torch.zeros(WIDTH).index_fill(0, torch.tensor([0]), 1e-9))
         self.norm = nn.BatchNorm1d(WIDTH)
@@ -56,6 +57,10 @@ class Attending(nn.Module):
                 mask = self.bias[distance.clamp(min=0)] if self.kind == "learned mask" else torch.zeros(1)
                 hidden = (distance < 0) | ((distance > 9) & (self.kind == "window"))
                 x = x + F.scaled_dot_product_attention(query, key, value, mask.masked_fill(hidden, -1e9))[:, 0]
+            case "whole table" | "table that is computed":
+                rows = self.whole.unsqueeze(0) if self.kind == "whole table" else 0 * self.whole + self.whole
+                x = x + rows
+                x = x + F.scaled_dot_product_attention(*self.project(x).chunk(3, dim=-1), is_causal=True)  # one head
             case "wide values":
                 x = x + F.scaled_dot_product_attention(query[..., :4], key[..., :4], value, is_causal=True)[:, 0]
             case _:
@@ -125,6 +130,8 @@ class Packing(Attending):
 
 
 REFUSED = {
+    "table that is computed": r"must run on parts of its sequences for context\(2\), but Attending says RuntimeError: "
+    r"The size of tensor a \(4\) .*; take as many entries of a table as there are tokens",
     "small weights": "but Attending has another output with split sequences",
     "almost a zero gate": "but Attending has another output with split sequences",
     "rising buffer": "but Attending has another output with split sequences",
@@ -143,7 +150,7 @@ REFUSED = {
     "own positions": r"a module must look up .* positions by the argument position_ids .* but table has another output",
     "pooled": r"but Attending has an output without a dim of tokens, \(2, 12\)",
 }
-ACCEPTED = ["table in a buffer", "plain", "wide values", "in place", "dropout", "noise", "counted"]
+ACCEPTED = ["table in a buffer", "whole table", "plain", "wide values", "in place", "dropout", "noise", "counted"]
 
 
 def draw(num_tokens: int = NUM_TOKENS) -> Tensor:

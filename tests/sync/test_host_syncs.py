@@ -347,7 +347,7 @@ class OneStage:
         self.shared, self.place, self.last_place, self.module, self.activations = {}, 0, 0, module, activations
         self._driver = Pipeline.__new__(Pipeline)
         self._driver._clock, self._driver.num_stages, self._driver._num_losses = Clock(DEVICE), 1, 0
-        self._driver.parameter_use = None
+        self._driver.parameter_use, self._driver.stages = None, [SimpleNamespace(rebuild=lambda output: output)]
 
     def run(self, inputs, data, loss, *, timed=False):
         self._driver._loss = lambda output, places: loss(output, data)

@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable, Mapping, MutableMapping
 from dataclasses import dataclass, field
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -28,8 +29,8 @@ class Batch:
     """One worker's part of a global batch (or, while accumulating, of a part of it)."""
 
     data: Any
-    """Tensors in any nesting of mappings, tuples, lists and dataclasses, each with the samples as its first dim; all
-    other values are passed on."""
+    """Tensors in any nesting of mappings, tuples, lists, dataclasses and namespaces, each with the samples as its first
+    dim; all other values are passed on."""
     num_samples: int
     """Number of samples that count. It is 0 where the worker's share is empty: the tensors then hold one borrowed
     sample of weight 0, so that forward and backward run as everywhere."""
@@ -206,6 +207,8 @@ def map_tensors(change: Callable[[Tensor], Any], data: Any) -> Any:
     if is_record(data):
         fields = {f.name: map_tensors(change, getattr(data, f.name)) for f in dataclasses.fields(data) if f.init}
         return dataclasses.replace(data, **fields)
+    if isinstance(data, SimpleNamespace):
+        return SimpleNamespace(**{name: map_tensors(change, value) for name, value in vars(data).items()})
     return data
 
 

@@ -8,10 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from paceline.comm.torch_group import is_lost_peer
 from paceline.data.batch import call, list_tensors, map_tensors
-from paceline.errors import SettingsError
+from paceline.errors import PacelineError, SettingsError
 from paceline.parallel.mesh import Mesh
-from paceline.parallel.split_forward import CONTEXT_ADVICE, Context, split_forwards_in
+from paceline.parallel.split_forward import CONTEXT_ADVICE, Context, names_of_calls, split_forwards_in
 from paceline.parallel.tensor_proof import relative_error
 from paceline.parallel.trial import is_random, restored, training, vary
 
@@ -99,7 +100,8 @@ class ContextCheck:
                 different.setdefault(place[0], said)
 
         whole_state, whole_gradients = self._train(sample, None, note, trains=trains)
-        state, gradients = self._train(self._split(sample), self._context, compare, trains=trains)
+        with self._explaining():
+            state, gradients = self._train(self._split(sample), self._context, compare, trains=trains)
         if said := _find_without_tokens(expected, self._num_tokens):
             different[""] = said
         for name in whole_state.keys() & state.keys():
@@ -110,6 +112,23 @@ class ContextCheck:
         said = self._describe(different, when) if different else ""
         if first := next(filter(None, self._mesh.world.gather_documents(said, name="split forward")), ""):
             raise SettingsError(first)
+
+    @contextmanager
+    def _explaining(self) -> Iterator[None]:
+        """Tell an error of a rank's part as one of the module that raised it; all ranks have the same."""
+        inside = [""]
+        try:
+            with names_of_calls(self._module, inside):
+                yield
+        except (RuntimeError, ValueError, TypeError, IndexError, AssertionError) as error:
+            if isinstance(error, PacelineError) or (isinstance(error, RuntimeError) and is_lost_peer(error)):
+                raise
+            raise SettingsError(
+                f"a module must run on parts of its sequences for context({self._mesh.size('context')}), but "
+                f"{inside[-1] or type(self._module).__name__} says {type(error).__name__}: "
+                f"{str(error).splitlines()[0]}; take as many entries of a table as there are tokens "
+                f"(table[:, : x.shape[1]]), or {CONTEXT_ADVICE}"
+            ) from error
 
     def _train(
         self, sample: Any, context: Context | None, take: Callable[[Place, Tensor], None], *, trains: bool

@@ -36,6 +36,8 @@ class _Report:
     has_timed_out: bool
     operations: Mapping[str, Mapping[str, str]]
     """Last operations of torch's groups, by axis and number."""
+    said: str = ""
+    """Error of a rank that failed by itself."""
 
 
 def explain_failure(error: RuntimeError | CommunicationError, mesh: Mesh, what: str) -> PacelineError:
@@ -50,6 +52,9 @@ def explain_failure(error: RuntimeError | CommunicationError, mesh: Mesh, what: 
     mine = _report(error, mesh, has_timed_out=has_timed_out)
     reports = _exchange(mine, mesh)
     names = mesh.world.names
+    for rank, report in reports.items():
+        if report.said:
+            return CommunicationError(f"{what} that rank {names[rank]} failed with {report.said}")
     for axis in AXES:
         operations = {
             names[rank]: {int(number): run for number, run in report.operations[axis].items()}
@@ -65,6 +70,14 @@ def explain_failure(error: RuntimeError | CommunicationError, mesh: Mesh, what: 
     if isinstance(error, CommunicationError):
         return error
     return CommunicationError(f"{what}, in {mine.waited_in}: {str(error).splitlines()[0]}")
+
+
+def report_failure(error: BaseException, mesh: Mesh) -> None:
+    """Tell other ranks, whose operations with this one will fail, what it says before it is gone."""
+    if (store := mesh.world.store) is not None:
+        text = f"{type(error).__name__}: {error}".strip()
+        report = json.dumps(asdict(_Report("", False, {}, text)))
+        run_within(_WAIT_S, lambda: store.set(f"report/{mesh.world.rank}", report))
 
 
 def _report(error: RuntimeError | CommunicationError, mesh: Mesh, *, has_timed_out: bool) -> _Report:

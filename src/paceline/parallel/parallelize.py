@@ -6,6 +6,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from paceline.comm.group import Group
 from paceline.comm.join import find_group
@@ -144,6 +145,7 @@ def _begin_alike(
     check_hooks(module, layout)
     check_experts(module, layout)
     check_same_model(module, world)
+    sample = _take_two(module, sample) if layout.pipeline > 1 else sample
     if construction is not None and not needs_values(module, layout, settings):
         return construction, map_tensors(lambda tensor: tensor.to("meta"), sample)
     _finish(construction, module, None, world)
@@ -159,7 +161,11 @@ def _cut_into_stages(
         return None
     num_samples //= settings.count_micro_batches(num_samples, layout.pipeline)
     with full_sequences(module):
-        return Pipeline(module, mesh, settings, sample, _find_peers(mesh, layout), num_samples)
+        driver = Pipeline(module, mesh, settings, sample, _find_peers(mesh, layout), num_samples)
+        tensors = [*list_tensors(sample), *driver.module.parameters()]
+        if list_tensors(sample) and not any(one.is_meta or isinstance(one, FakeTensor) for one in tensors):
+            driver.try_step(tuple(list_tensors(sample)))
+        return driver
 
 
 def _finish(construction: Construction | None, module: nn.Module, driver: Pipeline | None, world: Group) -> None:
@@ -229,6 +235,15 @@ def _list_boundaries(module: nn.Module, sample: Any, settings: PipelineSettings)
     return boundaries
 
 
+def _take_two(module: nn.Module, sample: Any) -> Any:
+    """Return the sample, twice if it is a single one of a model with norms over samples, which train on several."""
+    tensors = list_tensors(sample)
+    is_single = all(one.dim() and len(one) == 1 for one in tensors)
+    if not is_single or not any(isinstance(part, _BatchNorm) for part in module.modules()):
+        return sample
+    return map_tensors(lambda one: torch.cat([one, one]), sample)
+
+
 def check_tokens(sample: Any, layout: Layout) -> None:
     """Raise `SettingsError` if a sample's sequences cannot be split."""
     if sample is None:
@@ -241,6 +256,12 @@ def check_tokens(sample: Any, layout: Layout) -> None:
         raise SettingsError(
             f"inputs must be sequences of tokens for context({layout.context}), of the shape (samples, tokens) or "
             f"(samples, tokens, width), but got {describe(sample)}; set Layout(context=1) (--layout.context 1)"
+        )
+    is_of_features = all(one.dim() == 2 and one.is_floating_point() for one in tensors)
+    if len({one.shape[1] for one in tensors}) > 1 or (is_of_features and tensors[0].shape[1] % (2 * layout.context)):
+        raise SettingsError(
+            f"context({layout.context}) must have sequences to divide, all inputs of as many tokens, but got "
+            f"{describe(sample)}, which are no such sequences; set Layout(context=1) (--layout.context 1)"
         )
     check_length(tensors[0].shape[1], context=layout.context)
 

@@ -17,6 +17,8 @@ from paceline.data.batch import NEXT_LABELS, call, list_tensors, map_tensors
 from paceline.errors import SettingsError
 from paceline.parallel.trial import restored
 
+_ELEMENTWISE = {"add", "sub", "mul", "div", "true_divide", "rsub", "addcmul", "lerp", "where"}
+"""Functions of torch that take numbers of the same place, whose names as operators have a mark before or after."""
 _MIN_BIAS = -1e4
 """Number below which what is added to an attention score takes a pair out."""
 CONTEXT_ADVICE = (
@@ -87,6 +89,8 @@ class _Mode(TorchFunctionMode):
             attention.__defaults__, attention.__kwdefaults__ = func.__defaults__, func.__kwdefaults__
             with torch._C.DisableTorchFunction():  # or a mode around this one would run the original
                 return attention(*args, **{**kwargs, "need_weights": False})
+        if self.num_tokens and func.__name__.strip("_").removeprefix("i").removeprefix("r") in _ELEMENTWISE:
+            args = self.pick(args)
         made = func(*args, **kwargs)
         if self.num_tokens and func is torch.arange and args in ((self.num_tokens,), (0, self.num_tokens)):
             return self.place(made, made, 0)
@@ -100,8 +104,13 @@ class _Mode(TorchFunctionMode):
                     )
         return made
 
+    def pick(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Return the arguments of a function of numbers of the same place, as many of each as there are tokens."""
+        return args
+
     def _is_table(self, tensor: Tensor) -> bool:
-        return isinstance(tensor, nn.Parameter) or any(tensor is buffer for buffer in self._module.buffers())
+        whole = tensor if tensor._base is None else tensor._base
+        return isinstance(whole, nn.Parameter) or any(whole is buffer for buffer in self._module.buffers())
 
 
 class _Probe(_Mode):
@@ -120,7 +129,7 @@ class _Probe(_Mode):
         if attn_mask is not None:
             above = torch.ones(attn_mask.shape[-2:], dtype=torch.bool, device=attn_mask.device).triu(1)
             is_causal = bool(above.any()) and not bool((_find_allowed(attn_mask) & above).any())
-            _find_kept(attn_mask, is_causal)
+            _find_kept(attn_mask[:, None] if query.dim() == attn_mask.dim() == 3 else attn_mask, is_causal)
         self._here.kinds.add(is_causal)
         is_causal = is_causal and attn_mask is None
         return F.scaled_dot_product_attention(
@@ -151,6 +160,10 @@ class _Split(_Mode):
     ) -> Tensor:  # fmt: skip
         """Return the attention of this rank's tokens to those of all ranks."""
         assert self._forward.context is not None
+        if query.dim() == 3:  # one head without a dim
+            query, key, value = query[:, None], key[:, None], value[:, None]
+            attn_mask = attn_mask[:, None] if attn_mask is not None and attn_mask.dim() == 3 else attn_mask
+            return self.attend(query, key, value, attn_mask, dropout_p, is_causal, scale)[:, 0]
         if attn_mask is not None:
             (is_causal,) = self._forward.uses.kinds
         keep_BT = _find_kept(attn_mask, is_causal) if attn_mask is not None else query.new_ones(1, key.shape[-2]).bool()
@@ -172,6 +185,31 @@ class _Split(_Mode):
         self.num_positions += 1
         positions = self._forward.context.positions(made.shape[dim], made.device)
         return positions.to(made.dtype) if table is made else table.index_select(dim, positions)
+
+    def pick(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Return the arguments with the entries at this rank's tokens of tables that hold those of all tokens.
+
+        Such a table does not fit what else is given, which holds this rank's tokens only.
+        """
+        tensors = [one for one in args if isinstance(one, Tensor)]
+        return tuple(self._pick(one, tensors) if isinstance(one, Tensor) else one for one in args)
+
+    def _pick(self, table: Tensor, others: list[Tensor]) -> Tensor:
+        assert self._forward.context is not None
+        assert self.num_tokens is not None
+        dims = [
+            dim - table.dim()
+            for dim, length in enumerate(table.shape)
+            if length == self._forward.num_all_tokens
+            and any(_reach(one, dim - table.dim(), self.num_tokens) for one in others)
+        ]
+        if len(dims) != 1 or not self._is_table(table):
+            return table
+        return table.index_select(dims[0], self._forward.context.positions(self.num_tokens, table.device))
+
+
+def _reach(tensor: Tensor, dim: int, length: int) -> bool:
+    return tensor.dim() >= -dim and tensor.shape[dim] == length
 
 
 class SplitForward:
@@ -196,6 +234,11 @@ class SplitForward:
         self._shared = shared
         self.module, self._original = module, module.forward
         module.forward = self
+
+    @property
+    def num_all_tokens(self) -> int:
+        """Number of tokens of each sequence on all ranks, in the present forward."""
+        return (self._shared.num_tokens or 0) * self._shared.size
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -241,6 +284,8 @@ class _SplitState:
 
     max_tokens: int
     """Largest number of a rank's tokens of each sequence: that of the sample."""
+    size: int
+    """Number of ranks that share each sequence."""
     num_tokens: int | None = None
     """Number of this rank's tokens of each sequence in the present forward, and its backward."""
 
@@ -325,7 +370,7 @@ def split_forwards(module: nn.Module, sample: Any, size: int) -> None:
     if names:
         sample = {**sample, **add_positions(names, None, tokens, sample)}
     probe = _Probe(module, None if names else tokens.shape[1])
-    with restored(module), torch.no_grad(), _names_of_calls(module, probe.inside), probe:
+    with restored(module), torch.no_grad(), names_of_calls(module, probe.inside), probe:
         call(module, map_tensors(torch.clone, sample))
     if not any(uses.kinds for uses in probe.uses.values()):
         raise SettingsError(
@@ -339,7 +384,7 @@ def split_forwards(module: nn.Module, sample: Any, size: int) -> None:
             f"a module's attention must be always causal or never for a context axis, but {mixed[0]} has both; "
             f"{CONTEXT_ADVICE}"
         )
-    shared = _SplitState(tokens.shape[1] // size)
+    shared = _SplitState(tokens.shape[1] // size, size)
     for name in dict.fromkeys(["", *probe.uses]):
         SplitForward(module.get_submodule(name), name, probe.uses.get(name, Uses()), names, shared)
 
@@ -352,7 +397,7 @@ def _find_position_names(module: nn.Module, sample: Any) -> tuple[str, ...]:
 
 
 @contextmanager
-def _names_of_calls(module: nn.Module, inside: list[str]) -> Iterator[None]:
+def names_of_calls(module: nn.Module, inside: list[str]) -> Iterator[None]:
     """Keep the names of the modules that are being called in `inside`, the innermost last."""
     handles = []
     for name, part in module.named_modules():

@@ -15,7 +15,7 @@ from torch import nn
 
 from paceline.errors import SettingsError
 from paceline.parallel.tensor_plan import TensorPlan, check_plan, complete, is_known, make_plan
-from paceline.parallel.tensor_proof import Pair, Trace, list_attributes, list_pairs, prove
+from paceline.parallel.tensor_proof import Pair, Trace, list_attributes, list_pairs, prove, prove_alone
 from paceline.parallel.tensor_styles import COLUMNS, Style, check, count_features, is_linear
 
 TRANSLATIONS: Mapping[str, Style] = {
@@ -61,6 +61,9 @@ def find_plan(module: nn.Module, patterns: Mapping[str, str] | None, size: int, 
     }
     styles |= plan.styles
     _drop_torn_ties(module, styles)
+    if not styles:
+        styles = _find_single(trace, size)
+        _drop_torn_ties(module, styles)
     attributes |= _leave_fast_paths(trace.modules, styles)
     if not styles:
         _refuse(module, size)
@@ -88,7 +91,11 @@ def _derive(pairs: Sequence[Pair], modules: Mapping[str, nn.Module], own: Mappin
             attributes |= result[1]
     for pair in pairs:  # what needs whole activations still shares its matrices
         fallback: dict[str, Style] = {**dict.fromkeys(pair.columns, "gathered_columns"), pair.rows: "sliced_rows"}
-        if not styles.keys() & fallback.keys() and _fits(pair, fallback, size):
+        if (
+            not styles.keys() & fallback.keys()
+            and _fits(pair, fallback, size)
+            and _stand_alone(pair.trace, fallback, size)
+        ):
             styles |= fallback
     for name, style in own.items():
         is_alone = name not in styles and style in ("gathered_columns", "vocabulary")
@@ -130,6 +137,21 @@ def _list_styles(pair: Pair, own: Mapping[str, Style]) -> Iterator[dict[str, Sty
 
 def _fits(pair: Pair, styles: Mapping[str, Style], size: int) -> bool:
     return all(_can_split(style, name, pair.trace.modules[name], size) for name, style in styles.items())
+
+
+def _stand_alone(trace: Trace, styles: Mapping[str, Style], size: int) -> bool:
+    return all(prove_alone(trace, name, style, size) for name, style in styles.items())
+
+
+def _find_single(trace: Trace, size: int) -> dict[str, Style]:
+    """Return the styles of maps that share their matrices where none follows another."""
+    styles: dict[str, Style] = {}
+    for name, _ in trace.linear:
+        kinds: tuple[Style, ...] = ("gathered_columns", "sliced_rows")
+        for style in kinds:
+            if _can_split(style, name, trace.modules[name], size) and prove_alone(trace, name, style, size):
+                styles.setdefault(name, style)
+    return styles
 
 
 def _can_split(style: Style, name: str, module: nn.Module, size: int) -> bool:
@@ -198,10 +220,18 @@ def _drop_torn_ties(module: nn.Module, styles: dict[str, Style]) -> None:
 
 
 def _refuse(module: nn.Module, size: int) -> NoReturn:
-    linear = [(name, count_features(part)[1]) for name, part in module.named_modules() if is_linear(part)]
-    example = next((name for name, number in linear if number % size == 0), "layers.*.expand")
+    linear = [(name, *count_features(part)) for name, part in module.named_modules() if is_linear(part)]
+    example = next((name for name, _, number in linear if number % size == 0), "")
+    sizes = ", ".join(f"{name} ({inputs} to {outputs})" for name, inputs, outputs in linear[:3])
+    advice = "take another layout, such as sharded"
+    if example:
+        advice = (
+            f'say how it is split: tensor_plan={{"{example}": "gathered_columns", ...}} '
+            f'(--tensor_plan \'{{"{example}": "gathered_columns"}}\'), or {advice}'
+        )
+    elif linear:
+        advice = f"give its linear maps numbers of features that {size} divides, or {advice}"
     raise SettingsError(
         f"a model must have matrices that tensor({size}) ranks can share, but nothing in this {type(module).__name__} "
-        f'was found to be; say how it is split: tensor_plan={{"{example}": "gathered_columns", ...}} '
-        f'(--tensor_plan \'{{"{example}": "gathered_columns"}}\'), or take another layout'
+        f"was found to be: it has {f'the linear maps {sizes}' if linear else 'no linear maps'}; {advice}"
     )

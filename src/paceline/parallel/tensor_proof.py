@@ -5,15 +5,17 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from itertools import combinations
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
-from paceline.data.batch import call
+from paceline.data.batch import call, list_tensors
 from paceline.errors import SettingsError
+from paceline.parallel.split_forward import names_of_calls
 from paceline.parallel.tensor_styles import COLUMNS, Style, is_linear, is_transposed, own_part
-from paceline.parallel.trial import restored
+from paceline.parallel.trial import CACHES, restored
 
 COUNTS = (
     *("num_heads", "n_heads", "n_head", "nhead", "heads", "num_attention_heads", "n_local_heads"),
@@ -22,9 +24,6 @@ COUNTS = (
     *("d_inner", "dim", "width", "n_embd", "kv_dim", "q_dim", "intermediate_size"),
 )
 """Names of attributes that count heads or features, of which a rank may have to see its own number."""
-
-_CACHES = ("past_key_values", "past_key_value", "layer_past")
-"""Arguments of transformers' blocks that a second run would append to."""
 
 Attributes = Mapping[str, Mapping[str, Any]]
 
@@ -61,23 +60,39 @@ class Trace:
         self.modules = dict(module.named_modules())
         self.calls: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {}
         self.linear: list[tuple[str, Tensor]] = []
+        self._outputs: dict[str, tuple[Tensor, int]] = {}
         self._repeated: set[str] = set()
+        uses = _Uses(module)
         with ExitStack() as stack:
             for name, part in self.modules.items():
                 stack.callback(part.register_forward_pre_hook(self._record(name), with_kwargs=True).remove)
+                if is_linear(part):
+                    stack.callback(part.register_forward_hook(self._keep_output(name)).remove)
             stack.enter_context(explaining_sample(module))
-            with torch.enable_grad():  # else torch's encoder layers take a path around their children
+            stack.enter_context(names_of_calls(module, uses.inside))
+            with torch.enable_grad(), uses:  # else torch's encoder layers take a path around their children
                 call(module, inputs)
-        self.linear = [(name, given) for name, given in self.linear if name not in self._repeated]
+        self.linear = [(name, given) for name, given in self.linear if name not in self._repeated | uses.elsewhere]
+        self.changed = {name for name, (output, version) in self._outputs.items() if output._version != version}
+        """Linear maps whose output is changed in place, which autograd forbids for gathered columns."""
 
     def _record(self, name: str) -> Callable[..., None]:
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
             if name in self.calls:
                 self._repeated.add(name)
                 return
-            self.calls[name] = (args, {key: None if key in _CACHES else value for key, value in kwargs.items()})
-            if is_linear(module) and args and isinstance(args[0], Tensor):
+            self.calls[name] = (args, {key: None if key in CACHES else value for key, value in kwargs.items()})
+            # A vector has no samples to join, and a matrix that is computed is no parameter to split.
+            is_own = isinstance(module._parameters.get("weight"), nn.Parameter)
+            if is_linear(module) and is_own and args and isinstance(args[0], Tensor) and args[0].dim() > 1:
                 self.linear.append((name, args[0]))
+
+        return hook
+
+    def _keep_output(self, name: str) -> Callable[..., None]:
+        def hook(module: nn.Module, args: Any, output: Any) -> None:
+            if isinstance(output, Tensor):
+                self._outputs.setdefault(name, (output, output._version))
 
         return hook
 
@@ -92,6 +107,31 @@ class Trace:
         while common and (".".join(common) not in self.calls or ".".join(common) in self._repeated):
             common.pop()
         return ".".join(common)
+
+
+class _Uses(TorchFunctionMode):
+    """Mode that finds linear maps whose weights are used outside of their own forward too."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.inside: list[str] = [""]
+        """Names of the modules that are running, the innermost last."""
+        self.elsewhere: set[str] = set()
+        """Names of these maps."""
+        self._owners: dict[int, set[str]] = {}
+        for name, part in model.named_modules():
+            for parameter in part.parameters(recurse=False):
+                self._owners.setdefault(id(parameter), set()).add(name)
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run a function of torch."""
+        result = func(*args, **(kwargs or {}))
+        if list_tensors(result):
+            for one in list_tensors((args, kwargs)):
+                owners = self._owners.get(id(one), set())
+                if owners and self.inside[-1] not in owners:
+                    self.elsewhere |= owners
+        return result
 
 
 def list_pairs(trace: Trace) -> list[Pair]:
@@ -137,12 +177,15 @@ def prove(pair: Pair, styles: Mapping[str, Style], attributes: Attributes, size:
     held = {id(p) for name in styles for p in pair.trace.modules[name].parameters()}
     block = pair.trace.modules[pair.block]
     others = {name: p for name, p in block.named_parameters() if id(p) not in held and p.requires_grad}
-    results = []
+    results: list[tuple[Tensor, list[Tensor | None]]] = []
     try:
-        whole, gradients = _run(pair, others.values())
+        whole, gradients, end = _run(pair, others.values())
         for place in range(size):
             with _on_rank(pair.trace.modules, styles, attributes, place, size):
-                results.append(_run(pair, others.values()))
+                output, parts, own_end = _run(pair, others.values(), whole)
+            if end is not None and (own_end is None or own_end.shape != end.shape or not is_close(own_end, end)):
+                return None  # what only a part is of is used elsewhere too
+            results.append((output, parts))
     except (RuntimeError, ValueError, TypeError, IndexError, AssertionError):  # shapes that do not fit: no proof
         return None
     if any(result.shape != whole.shape for result, _ in results) or not is_close(sum(r for r, _ in results), whole):
@@ -159,22 +202,43 @@ def prove(pair: Pair, styles: Mapping[str, Style], attributes: Attributes, size:
     return sorted(partial)
 
 
-class _ReachedError(Exception):
-    """End of a run at the map that adds up: all after it is as in one process."""
+def prove_alone(trace: Trace, name: str, style: Style, size: int) -> bool:
+    """Return whether the ranks' parts of a linear map, for its own first input, make what all of it does."""
+    if style == "gathered_columns" and name in trace.changed:
+        return False
+    module, ((given, *args), kwargs) = trace.modules[name], trace.calls[name]
+    try:
+        with torch.no_grad(), restored(module):
+            whole, parts = module(given, *args, **kwargs), []
+            for place in range(size):
+                own = given.chunk(size, -1)[place] if style == "sliced_rows" else given
+                with _on_rank(trace.modules, {name: style}, {}, place, size):
+                    parts.append(module(own, *args, **kwargs))
+        made = sum(parts) if style == "sliced_rows" else torch.cat(parts, -1)
+    except (RuntimeError, ValueError, TypeError, IndexError, AssertionError):
+        return False
+    return made.shape == whole.shape and is_close(made, whole)
 
-    def __init__(self, output: Tensor) -> None:
-        super().__init__()
-        self.output = output
 
+def _run(
+    pair: Pair, others: Iterable[nn.Parameter], added_up: Tensor | None = None
+) -> tuple[Tensor, list[Tensor | None], Tensor | None]:
+    """Return the output of a pair's last map, the gradients of the weights between the maps, and the block's output.
 
-def _run(pair: Pair, others: Iterable[nn.Parameter]) -> tuple[Tensor, list[Tensor | None]]:
-    """Return what the last map of a pair returns, and the gradients of the weights between the maps."""
+    Args:
+        pair: The maps and their block.
+        others: The weights.
+        added_up: Sum of what the last map returns on all ranks, which goes on from there; None if this is all of it.
+    """
     modules = pair.trace.modules
     args, kwargs = pair.trace.calls[pair.block]
     parameters = list(others)
 
-    def leave(module: nn.Module, args: Any, output: Tensor) -> NoReturn:
-        raise _ReachedError(output)
+    reached: list[Tensor] = []
+
+    def leave(module: nn.Module, args: Any, output: Tensor) -> Tensor | None:
+        reached.append(output.clone())  # what comes after may change it in place
+        return None if added_up is None else added_up.clone()
 
     def detach(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
         return tuple(one.detach() if isinstance(one, Tensor) else one for one in args)
@@ -183,17 +247,14 @@ def _run(pair: Pair, others: Iterable[nn.Parameter]) -> tuple[Tensor, list[Tenso
         stack.callback(modules[pair.rows].register_forward_hook(leave).remove)
         for name in pair.columns:
             stack.callback(modules[name].register_forward_pre_hook(detach).remove)
-        try:
-            modules[pair.block](*args, **kwargs)
-        except _ReachedError as reached:
-            output = reached.output
-        else:
-            raise RuntimeError("the block did not run its last map")
+        ends = list_tensors(modules[pair.block](*args, **kwargs))
+        (output,) = reached
+        end = next((one.detach() for one in ends if one.is_floating_point()), None)
         if not output.requires_grad or not parameters:
-            return output.detach(), [None] * len(parameters)
+            return output.detach(), [None] * len(parameters), end
         weights = torch.randn(output.shape, generator=torch.Generator().manual_seed(0)).to(output)
         gradients = torch.autograd.grad(output, parameters, weights, allow_unused=True)
-        return output.detach(), list(gradients)
+        return output.detach(), list(gradients), end
 
 
 @contextmanager
@@ -213,7 +274,9 @@ def _on_rank(
             for key, parameter in list(module._parameters.items()):
                 if parameter is not None:
                     part = own_part(style, module, key, parameter.detach(), place, size)
-                    part = torch.zeros_like(part) if style == "rows" and key == "bias" and place else part
+                    part = (
+                        torch.zeros_like(part) if style in ("rows", "sliced_rows") and key == "bias" and place else part
+                    )
                     put(module._parameters, key, nn.Parameter(part, requires_grad=False))
             if is_transposed(module) and style in COLUMNS:
                 put(vars(module), "nf", vars(module)["nf"] // size)

@@ -17,6 +17,8 @@ from torch.overrides import TorchFunctionMode
 from paceline.data.batch import call, list_tensors, map_tensors
 from paceline.parallel.local import local
 
+CACHES = ("past_key_values", "past_key_value", "layer_past")
+"""Names of arguments and outputs of transformers' models that hold keys and values: a second run appends to these."""
 _NOISE = 0.1
 _MAX_PERTURBED = 1e3
 """Number from which on a buffer is one of masks."""

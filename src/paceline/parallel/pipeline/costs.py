@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 from torch.utils.module_tracker import ModuleTracker
 
+from paceline.data.batch import list_tensors, map_tensors
 from paceline.errors import SettingsError
 from paceline.parallel.mesh import Mesh
 from paceline.parallel.pipeline.layers import PipelineLayer, find_owned
@@ -166,11 +167,11 @@ def _run_once(layer: PipelineLayer, value: Any, weights: list[Tensor]) -> Any:
     given = value if isinstance(value, tuple) else (value,)
     inputs = tuple(one.detach().requires_grad_(one.is_floating_point()) for one in given)
     output = layer.run(inputs if isinstance(value, tuple) else inputs[0])
-    outputs = [one for one in (output if isinstance(output, tuple) else (output,)) if one.requires_grad]
+    outputs = [one for one in list_tensors(output) if one.requires_grad]
     sources = [*weights, *(one for one in inputs if one.requires_grad)]
     if outputs and sources:
         torch.autograd.grad(outputs, sources, [torch.ones_like(one) for one in outputs], allow_unused=True)
-    return tuple(one.detach() for one in output) if isinstance(output, tuple) else output.detach()
+    return map_tensors(torch.Tensor.detach, output)
 
 
 def _now(device: torch.device) -> float:

@@ -1,7 +1,7 @@
 """A model run as a pipeline: this rank's stages of it, and the step of a worker through all ranks."""
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -12,10 +12,10 @@ from torch import Tensor, nn
 
 from paceline.comm.group import Group
 from paceline.comm.torch_group import is_lost_peer
-from paceline.data.batch import list_tensors, select
+from paceline.data.batch import list_tensors, map_tensors, select
 from paceline.errors import PacelineError, SettingsError
 from paceline.parallel.mesh import Mesh
-from paceline.parallel.mismatch import explain_failure
+from paceline.parallel.mismatch import explain_failure, report_failure
 from paceline.parallel.parameter_use import ParameterUse, next_operation
 from paceline.parallel.pipeline.absent import Tracking, computing_loss, find_missing
 from paceline.parallel.pipeline.costs import cut
@@ -24,9 +24,10 @@ from paceline.parallel.pipeline.layers import PipelineLayer, find_modules, find_
 from paceline.parallel.pipeline.orders import ChunkLoss, TorchSchedule
 from paceline.parallel.pipeline.settings import PipelineSettings
 from paceline.parallel.pipeline.stages import Stage, Value, as_tuple
+from paceline.parallel.pipeline.step_trial import StepTrial
 from paceline.parallel.pipeline.times import Clock, PipelineTimes, TimedStage
 from paceline.parallel.pipeline.traced import adopt_shapes, check_same_layers, find_layers, list_opened
-from paceline.parallel.trial import restored
+from paceline.parallel.trial import restored, training
 
 _MAX_KEPT = 4
 """Number of micro-batch shapes whose receive buffers are kept."""
@@ -72,7 +73,7 @@ class Pipeline:
         self._peers = peers
         self._whole: tuple[nn.Module, Any, Callable[[Tensor], Tensor]] | None = None
         self._made: dict[tuple[Any, ...], _Made] = {}
-        self._loss: Callable[[Tensor, Tensor], Tensor] | None = None
+        self._loss: Callable[[Any, Tensor], Tensor] | None = None
         self._num_losses = 0
         layers = find_layers(module, settings.sequence, sample)
         check_same_layers(layers, mesh)
@@ -90,7 +91,13 @@ class Pipeline:
         self.module = module
         """This rank's part of the model, under the names of the whole."""
         self.stages = [
-            Stage(module, layers, index, splits_backward=settings.behaviour.splits_backward)
+            Stage(
+                module,
+                layers,
+                index,
+                splits_backward=settings.behaviour.splits_backward,
+                is_last=index == self.num_stages - 1,
+            )
             for index, layers in enumerate(self.layers_of_stages)
             if self._place_of(index) == self.place
         ]
@@ -129,7 +136,7 @@ class Pipeline:
         losses: list[Tensor] | None = [] if is_last else None
         self._num_losses = 0
 
-        def loss_of(output: Tensor, places: Tensor) -> Tensor:  # of the micro-batches in their order
+        def loss_of(output: Any, places: Tensor) -> Tensor:  # of the micro-batches in their order
             first = self._num_losses * len(places)
             return loss(output, select(data, slice(first, first + len(places)), num_samples))
 
@@ -148,7 +155,7 @@ class Pipeline:
             self.times = self._collect(made.num_micro_batches)
         return [one.detach() for one in losses or []]
 
-    def evaluate(self, inputs: Value) -> Tensor | None:
+    def evaluate(self, inputs: Value) -> Any:
         """Return the model's output for `inputs` on the rank of the last stage, None on others; no gradients.
 
         Every rank of the pipeline calls it with the same samples. The training mode of modules does not change.
@@ -159,10 +166,17 @@ class Pipeline:
             outputs = self._forward().run(list(zip(*(one.chunk(num_micro_batches) for one in inputs), strict=True)))
         if not outputs:
             return None
-        tensors = [one for one in outputs if isinstance(one, Tensor)]
-        if len(tensors) < len(outputs):
-            raise SettingsError("a model run as a pipeline must return one tensor, but got several; return one")
-        return torch.cat(tensors)
+        parts = zip(*map(list_tensors, outputs), strict=True)
+        return map_tensors(lambda _: _join(next(parts)), outputs[0])
+
+    def try_step(self, inputs: Value) -> None:
+        """Raise `SettingsError` on all ranks of the world if a stage of some cannot run on the inputs; see `StepTrial`.
+
+        Every rank calls it, before its modules are split or sharded.
+        """
+        trial = StepTrial(self.stages, self._forward(), self.num_stages, self._mesh.world)
+        with self._explaining("a trial"), restored(self.module), training(self.module):
+            trial.run(as_tuple(inputs))
 
     @property
     def buffers(self) -> list[Tensor]:
@@ -255,8 +269,9 @@ class Pipeline:
             return trial.descriptions
         whole, sample, cut = self._whole
         layers = {layer.name: layer for layer in find_layers(whole, self.settings.sequence, sample)}
+        last = self.num_stages - 1
         stages = [
-            Stage(whole, [layers[layer.name] for layer in held], index, splits_backward=False)
+            Stage(whole, [layers[one.name] for one in held], index, splits_backward=False, is_last=index == last)
             for index, held in enumerate(self.layers_of_stages)
         ]
         alone = dist.new_group([dist.get_rank()])
@@ -265,11 +280,8 @@ class Pipeline:
         for mine, theirs in zip(self.layers_of_stages, stages, strict=True):
             adopt_shapes(mine, theirs.layers)
         sent = {index: tuple(map(cut, gives)) for index, (_, gives) in trial.descriptions.items()}
-        first, last = trial.descriptions[0][0], trial.descriptions[self.num_stages - 1][1]
-        return {
-            index: (sent[index - 1] if index else first, sent[index] if index < self.num_stages - 1 else last)
-            for index in sent
-        }
+        first, output = trial.descriptions[0][0], trial.descriptions[last][1]
+        return {index: (sent[index - 1] if index else first, sent[index] if index < last else output) for index in sent}
 
     def _gather_counts(self, inputs: tuple[Tensor, ...]) -> list[int]:
         """Return the number of samples of each peer."""
@@ -292,9 +304,9 @@ class Pipeline:
             clock=self._clock,
         )
 
-    def _compute_loss(self, output: Tensor, places: Tensor) -> Tensor:
+    def _compute_loss(self, output: Value, places: Tensor) -> Tensor:
         assert self._loss is not None
-        first = next_operation()
+        first, output = next_operation(), self.stages[-1].rebuild(output)
         with self._clock.watch("forward", self.num_stages - 1, self._num_losses), Tracking(), computing_loss():
             loss = self._loss(output, places)
         if missing := find_missing(loss):
@@ -324,17 +336,32 @@ class Pipeline:
             yield
         except RuntimeError as error:
             if (refusal := _find_refusal(error)) is not None:
+                report_failure(refusal, self._mesh)
                 raise refusal from refusal.__cause__
             if not is_lost_peer(error):
+                report_failure(_find_origin(error), self._mesh)
                 raise
             reports = f"{what} of the pipeline lost a rank: position {self.place} of {self.num_ranks} reports"
             raise explain_failure(error, self._mesh, reports) from error
+        except Exception as error:
+            report_failure(error, self._mesh)
+            raise
+
+
+def _join(parts: Sequence[Tensor]) -> Tensor:
+    """Return a tensor of all samples from those of micro-batches; of one without samples, such as a loss, the mean."""
+    return torch.cat(list(parts)) if parts[0].dim() else torch.stack(list(parts)).mean(0)
 
 
 def _find_refusal(error: BaseException) -> PacelineError | None:
     """Return the error of ours that torch's schedule has wrapped in one of its own, if any."""
     cause = error.__cause__
     return cause if cause is None or isinstance(cause, PacelineError) else _find_refusal(cause)
+
+
+def _find_origin(error: BaseException) -> BaseException:
+    """Return the error that torch's schedule has wrapped in one of its own, or the error itself."""
+    return error if error.__cause__ is None else _find_origin(error.__cause__)
 
 
 @dataclass(frozen=True)

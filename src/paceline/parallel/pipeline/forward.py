@@ -1,6 +1,7 @@
 """A model split into stages, run forward only: for evaluation, and to find the shapes that stages send."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -42,33 +43,39 @@ class ForwardPass:
         self.descriptions: dict[int, tuple[Description, Description]] = {}
         """Inputs and outputs of each stage of this rank, for the last micro-batch."""
 
-    def run(self, chunks: Sequence[Value]) -> list[Value]:
+    def run(self, chunks: Sequence[Value]) -> list[Any]:
         """Return the model's output for each micro-batch on the rank of the last stage; an empty list on others."""
         with torch.no_grad():
             outputs = self._run(chunks)
         torch.clear_autocast_cache()  # weights cast here would have no graph, and get no gradients later
         return outputs
 
-    def _run(self, chunks: Sequence[Value]) -> list[Value]:
-        outputs: list[Value] = []
+    def _run(self, chunks: Sequence[Value]) -> list[Any]:
+        outputs: list[Any] = []
         for stage in self._stages:
             late: list[tuple[Value, Gradients, int, int]] = []
             for i, chunk in enumerate(chunks):
-                value, gradients = self._begin(chunk) if stage.index == 0 else self._take(stage.index, i)
+                value, gradients = (
+                    self._begin(chunk) if stage.index == 0 else self.take(stage.index, i, stage.index - 1)
+                )
                 output = stage(*value) if isinstance(value, tuple) else stage(value)
                 gives = stage.list_gradients(output, any(gradients))
                 self.descriptions[stage.index] = (_describe(value, gradients), _describe(output, gives))
                 if stage.index == self._num_stages - 1:
-                    outputs.append(output)
+                    outputs.append(stage.rebuild(output))
                 elif self._num_stages == dist.get_world_size(self._group):
-                    self._give(output, gives, stage.index + 1, i)
+                    self.give(output, gives, stage.index + 1, i)
                 else:
                     late.append((output, gives, stage.index + 1, i))
             for given in late:
-                self._give(*given)
+                self.give(*given)
+        self.wait()
+        return outputs
+
+    def wait(self) -> None:
+        """Wait until all that was given is sent."""
         for work, _ in self._sends:
             work.wait()
-        return outputs
 
     def _begin(self, chunk: Value) -> tuple[Value, Gradients]:
         return chunk, (False,) * len(as_tuple(chunk))
@@ -76,7 +83,8 @@ class ForwardPass:
     def _place(self, stage: int) -> int:
         return self._order.place(stage, dist.get_world_size(self._group))
 
-    def _give(self, value: Value, gradients: Gradients, stage: int, micro_batch: int) -> None:
+    def give(self, value: Value, gradients: Gradients, stage: int, micro_batch: int) -> None:
+        """Send a value to the rank of a stage; it may be this one."""
         place = self._place(stage)
         if place == dist.get_rank(self._group):
             self._handed_over[stage, micro_batch] = value, gradients
@@ -88,10 +96,11 @@ class ForwardPass:
             assert work is not None
             self._sends.append((work, tensor))  # the tensor must live until it is sent
 
-    def _take(self, stage: int, micro_batch: int) -> tuple[Value, Gradients]:
+    def take(self, stage: int, micro_batch: int, source: int) -> tuple[Value, Gradients]:
+        """Return the value that the rank of the stage `source` gives to a stage."""
         if (stage, micro_batch) in self._handed_over:
             return self._handed_over.pop((stage, micro_batch))
-        place = self._place(stage - 1)
+        place = self._place(source)
         header = torch.zeros(_HEADER, dtype=torch.int64, device=self._device)
         dist.recv(header, group=self._group, group_src=place)
         tensors, gradients = _decode(header.tolist(), self._device)

@@ -6,6 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from paceline.data.batch import list_tensors
+
 _RELATIVE = 1e-3
 """Largest difference, as a part of a parameter's largest gradient, for sums in another order."""
 _ABSOLUTE = 1e-6
@@ -13,7 +15,7 @@ _ABSOLUTE = 1e-6
 
 
 def find_wrong_gradient(
-    module: nn.Module, run_whole: Callable[[], Tensor], runs: Sequence[Callable[[Any], Any]], inputs: tuple[Tensor, ...]
+    module: nn.Module, run_whole: Callable[[], Any], runs: Sequence[Callable[[Any], Any]], inputs: tuple[Tensor, ...]
 ) -> str:
     """Return a sentence's part about the first parameter whose gradient is another part by part; empty if none is.
 
@@ -21,7 +23,7 @@ def find_wrong_gradient(
 
     Args:
         module: Model, whose gradients are kept.
-        run_whole: Function that returns the model's output.
+        run_whole: Function that returns the model's output, a nesting of tensors.
         runs: Parts, each from a tuple of tensors to that of the next one; the last returns the output.
         inputs: Value of the first part.
     """
@@ -31,13 +33,14 @@ def find_wrong_gradient(
         for parameter in parameters.values():
             parameter.grad = None
         with torch.enable_grad():
-            output = run_whole()
-            if not output.requires_grad:
+            outputs = list_tensors(run_whole())
+            if not any(one.requires_grad for one in outputs):
                 return ""
-            cotangent = torch.randn(output.shape, generator=torch.Generator().manual_seed(0)).to(output)
-            output.backward(cotangent)
+            generator = torch.Generator().manual_seed(0)
+            cotangents = [torch.randn(one.shape, generator=generator).to(one) for one in outputs]
+            _backward(outputs, cotangents)
             sizes = {name: _size(parameter.grad) for name, parameter in parameters.items()}
-            _run_backward(runs, inputs, -cotangent)
+            _run_backward(runs, inputs, [-one for one in cotangents])
         largest = max(sizes.values())
         for name, parameter in parameters.items():
             relative, absolute = (max(part, 8 * torch.finfo(parameter.dtype).eps) for part in (_RELATIVE, _ABSOLUTE))
@@ -50,19 +53,25 @@ def find_wrong_gradient(
             parameter.grad = kept[name]
 
 
-def _run_backward(runs: Sequence[Callable[[Any], Any]], inputs: tuple[Tensor, ...], cotangent: Tensor) -> None:
+def _run_backward(
+    runs: Sequence[Callable[[Any], Any]], inputs: tuple[Tensor, ...], cotangents: Sequence[Tensor]
+) -> None:
     """Run parts forward and backward, as ranks of a pipeline do that send each other values and gradients."""
     value, steps = inputs, []
     for run in runs:
         received = tuple(one.detach().requires_grad_(one.requires_grad) for one in value)
-        given = run(tuple(one.clone() for one in received))  # since a part may change them in place
-        value = (given,) if isinstance(given, Tensor) else given
+        value = tuple(list_tensors(run(tuple(one.clone() for one in received))))  # a part may change them in place
         steps.append((received, value))
-    gradients: Sequence[Tensor | None] = [cotangent]
+    gradients: Sequence[Tensor | None] = cotangents
     for received, value in reversed(steps):
-        pairs = [pair for pair in zip(value, gradients, strict=True) if pair[0].requires_grad and pair[1] is not None]
-        torch.autograd.backward([one for one, _ in pairs], [gradient for _, gradient in pairs])
+        _backward(value, gradients)
         gradients = [one.grad for one in received]
+
+
+def _backward(outputs: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> None:
+    """Run backward from the outputs that take part in it."""
+    pairs = [pair for pair in zip(outputs, gradients, strict=True) if pair[0].requires_grad and pair[1] is not None]
+    torch.autograd.backward([one for one, _ in pairs], [gradient for _, gradient in pairs])
 
 
 def _size(gradient: Tensor | None) -> float:

@@ -145,7 +145,9 @@ def keep_only(
         tensors = [*child.parameters(), *child.buffers()]
         place = f"{name}.{leaf}" if name else leaf
         is_empty = bool(tensors) and not any(id(tensor) in kept for tensor in tensors)
-        if is_empty and place not in used and place not in opened:
+        if name in opened and isinstance(child, nn.ParameterList | nn.ParameterDict):
+            keep_only(child, owned, used, {place}, place)  # its items are asked for by the forward around it
+        elif is_empty and place not in used and place not in opened:
             setattr(module, leaf, AbsentModule(child if opened else None, place))
         else:
             keep_only(child, owned, used, opened, place)

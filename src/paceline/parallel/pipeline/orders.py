@@ -16,7 +16,7 @@ from torch.distributed.pipelining import (
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle
 
 OrderName = Literal["layer_wise", "gpipe", "1f1b", "interleaved", "zero_bubble", "zbv"]
-ChunkLoss = Callable[[Tensor, Any], Tensor]
+ChunkLoss = Callable[[Any, Any], Tensor]
 """Function from the model's output and data of a micro-batch to the value that backward starts from."""
 LossOfPlaces = Callable[[Tensor, Tensor], Tensor]
 """The same, from the output and the indices of its samples in the batch."""

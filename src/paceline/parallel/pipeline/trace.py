@@ -10,11 +10,14 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+from torch.utils.checkpoint import checkpoint
 
-from paceline.data.batch import call, map_tensors
+from paceline.data.batch import call, describe, is_record, map_tensors
+from paceline.data.batch import list_tensors as list_results
 from paceline.errors import SettingsError
 from paceline.parallel.pipeline.absent import list_changed, list_tensors, reads_values
 from paceline.parallel.pipeline.layers import LAYERS_ADVICE
+from paceline.parallel.trial import CACHES
 
 Source = tuple[int, int]
 """Origin of a tensor: the number of a call (`INPUTS` for the model's inputs) and the place among its tensors."""
@@ -86,6 +89,8 @@ class ForwardTrace:
     calls: list[PartCall] = field(default_factory=list)
     output_needs: frozenset[Source | str] = frozenset()
     """Outputs, inputs and names, as in `PartCall.needs`, that the model's output uses."""
+    changed: frozenset[Source] = frozenset()
+    """Inputs and outputs that something changes in place after a call has returned them."""
     read: frozenset[Source | str] = frozenset()
     """Names, inputs and outputs that forwards between the calls read as numbers, to choose what they do."""
     sent: dict[tuple[Any, ...], list[int]] = field(default_factory=dict, compare=False, repr=False)
@@ -103,6 +108,7 @@ class ForwardTrace:
             self,
             calls=[replace(call, needs=call.needs | its.needs) for call, its in calls],
             output_needs=self.output_needs | other.output_needs,
+            changed=self.changed | other.changed,
             read=self.read | other.read,
         )
 
@@ -130,12 +136,14 @@ class ForwardRecorder(TorchFunctionMode):
         self.trace = ForwardTrace(opened, structure, _describe(tensors))
         self._needs: dict[int, frozenset[Source | str]] = {}
         self._kept: list[Any] = []  # so that no storage has the address of an earlier one
+        self._versions: dict[Source, tuple[Tensor, int]] = {}
         self._reads: frozenset[Source | str] = frozenset()
         self._is_inside = False
         for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
             self._needs.setdefault(self._key(tensor), frozenset({name}))
         for number, tensor in enumerate(tensors):
             self._needs[self._key(tensor)] = frozenset({(INPUTS, number)})
+            self._versions[INPUTS, number] = tensor, tensor._version
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run a function of torch between two calls, and note that its results use its arguments."""
@@ -167,18 +175,21 @@ class ForwardRecorder(TorchFunctionMode):
             )
         for place, tensor in enumerate(tensors):
             self._needs[self._key(tensor)] = frozenset({(number, place)})
+            self._versions[number, place] = tensor, tensor._version
         self._kept.append(tensors)
         self.trace.calls.append(PartCall(self._names[module], structure, _describe(tensors), needs))
         return output
 
-    def finish(self, output: Tensor) -> ForwardTrace:
+    def finish(self, output: Any) -> ForwardTrace:
         """Return the trace of a forward that has returned `output`."""
         kept = list_tensors([vars(part) for part in self._opened])
         made = [
             self._needs.get(self._key(tensor), frozenset()) for tensor in kept
         ]  # a loss, or a next forward, reads it
         needs = [one for one in made if any(not isinstance(source, str) for source in one)]
-        self.trace.output_needs, self.trace.read = self._of(output).union(*needs), self._reads
+        self.trace.output_needs, self.trace.read = self._of(list_results(output)).union(*needs), self._reads
+        versions = self._versions.items()
+        self.trace.changed = frozenset(one for one, (tensor, version) in versions if tensor._version != version)
         return self.trace
 
     def _of(self, data: Any) -> frozenset[Source | str]:
@@ -233,6 +244,7 @@ def calls_replaced(model: nn.Module, opened: frozenset[str], replacement: CallMo
 
     # As torch.fx does while it traces; hooks, FSDP and compiled blocks stay what they are.
     _here.model = model
+    torch.utils.checkpoint.CheckpointFunction = _Checkpoint  # type: ignore[misc, assignment]
     nn.Module.__call__ = replaced  # type: ignore[method-assign]
     try:
         yield
@@ -240,6 +252,22 @@ def calls_replaced(model: nn.Module, opened: frozenset[str], replacement: CallMo
         _here.model = None
         nn.Module.__call__ = call_module  # type: ignore[method-assign]
         replaced = call_module  # else the function would hold itself, and with it all results of the run
+        torch.utils.checkpoint.CheckpointFunction = _TorchCheckpoint  # type: ignore[misc]
+
+
+_TorchCheckpoint = torch.utils.checkpoint.CheckpointFunction
+
+
+class _Checkpoint:
+    """Recomputation of ``use_reentrant=True`` as that of False: with the first, results inside have no gradients."""
+
+    @staticmethod
+    def apply(function: Callable[..., Any], keeps_random_state: bool, *args: Any) -> Any:
+        """Run a function, whose results have no gradients either if none of its arguments has."""
+        if any(isinstance(one, Tensor) and one.requires_grad for one in args):
+            return checkpoint(function, *args, use_reentrant=False, preserve_rng_state=keeps_random_state)
+        with torch.no_grad():
+            return function(*args)
 
 
 def record(model: nn.Module, opened: frozenset[str], inputs: Any) -> ForwardTrace:
@@ -251,15 +279,20 @@ def record(model: nn.Module, opened: frozenset[str], inputs: Any) -> ForwardTrac
         return recorder.finish(find_output(call(model, inputs)))
 
 
-def find_output(output: Any) -> Tensor:
-    """Return the tensor that a loss is computed from: the output, or its ``logits``."""
-    found = output if isinstance(output, Tensor) else getattr(output, "logits", None)
-    if not isinstance(found, Tensor):
+def find_output(output: Any) -> Any:
+    """Return a model's output as a loss gets it: any nesting of tensors, without caches of keys and values.
+
+    Raises:
+        SettingsError: The output holds no tensors that are found.
+    """
+    if isinstance(output, Mapping) and is_record(output):  # of transformers
+        output = type(output)(**{key: value for key, value in output.items() if key not in CACHES})
+    if not list_results(output):
         raise SettingsError(
-            "a model run as a pipeline must return one tensor, or an object with logits, but got "
-            f"{type(output).__name__}; return the tensor that the loss is computed from"
+            "a model run as a pipeline must return tensors, or tuples, lists, mappings, dataclasses or namespaces of "
+            f"such, but got {describe(output)}; return the tensors that the loss is computed from in one of these"
         )
-    return found
+    return output
 
 
 def _describe(tensors: Sequence[Tensor]) -> tuple[Described, ...]:

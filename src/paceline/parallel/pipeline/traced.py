@@ -15,10 +15,10 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from paceline.comm.streams import send_to
-from paceline.data.batch import call, describe, map_tensors
+from paceline.data.batch import call, describe, list_tensors, map_tensors
 from paceline.errors import PacelineError, SettingsError
 from paceline.parallel.mesh import Mesh
-from paceline.parallel.pipeline.absent import ADVICE, Tracking, find_missing, list_tensors, mark_missing
+from paceline.parallel.pipeline.absent import ADVICE, Tracking, find_missing, mark_missing
 from paceline.parallel.pipeline.gradient_check import find_wrong_gradient
 from paceline.parallel.pipeline.layers import LAYERS_ADVICE, HasPipelineLayers, PipelineLayer, find_owned, list_layers
 from paceline.parallel.pipeline.trace import (
@@ -145,7 +145,7 @@ class Part:
         if self.end < len(self.trace.calls) or run.number < self.end:
             raise run.refuse("nothing more")
         output = find_output(output)
-        run.refuse_missing(output, "its output")
+        run.refuse_missing(list_tensors(output), "its output")
         return output
 
     def join(self, later: "Part") -> "Part":
@@ -204,14 +204,22 @@ class _PartRun:
             one.num_dims for one in calls[number].tensors
         ]:
             raise self.refuse(f"{calls[number].name} with another output, {describe(output)}")
-        self._known |= {(number, place): tensor for place, tensor in enumerate(tensors)}
-        return output
+        sources = [(number, place) for place in range(len(tensors))]
+        self._known |= zip(sources, tensors, strict=True)
+        if not self._trace.changed.intersection(sources):
+            return output
+        return structure.fill([self._own(source, one) for source, one in zip(sources, tensors, strict=True)])
 
     def fill(self, number: int) -> Any:
         """Return the inputs or the output of an earlier call: what was sent, and empty tensors of the right shape."""
         found = self._trace.inputs if number == INPUTS else self._trace.calls[number].output
         sources = [(number, place) for place in range(len(self._trace.tensors_of(number)))]
-        return found.fill([self._known[one] if one in self._known else self._make(one) for one in sources])
+        known = self._known
+        return found.fill([self._own(one, known[one]) if one in known else self._make(one) for one in sources])
+
+    def _own(self, source: Source, tensor: Tensor) -> Tensor:
+        """Return a tensor for the forward, one of its own if it is changed in place there: what is sent is not."""
+        return tensor.clone() if source in self._trace.changed else tensor
 
     def finish(self) -> tuple[Tensor, ...]:
         """Return what crosses the end of the part."""
@@ -433,7 +441,8 @@ def _compare(module: nn.Module, layers: Sequence[PipelineLayer], samples: Sequen
             assert isinstance(run, Part)
             with restored(module):
                 values = [replace(run, fills_with=float("nan"))(value) for value in values]
-    for value, whole in zip(values, expected, strict=True):
+    pairs = [pair for made, whole in zip(values, expected, strict=True) for pair in _pair_up(made, whole)]
+    for value, whole in pairs:
         difference = (value - whole).abs().max() if value.shape == whole.shape else torch.tensor(torch.inf)
         if not difference <= _TOLERANCE * whole.abs().max().clamp(min=1e-6):
             raise SettingsError(
@@ -460,3 +469,8 @@ def _compare_gradients(module: nn.Module, layers: Sequence[PipelineLayer], sampl
             f"{', '.join(layer.name for layer in layers[1:])}, has {found}: a hook on a result that several stages use "
             f"sees a part of its gradient on each, for instance; {LAYERS_ADVICE}"
         )
+
+
+def _pair_up(made: Any, whole: Any) -> list[tuple[Tensor, Tensor]]:
+    """Return the tensors of two outputs, as numbers."""
+    return [(one.double(), other.double()) for one, other in zip(list_tensors(made), list_tensors(whole), strict=True)]

@@ -1,0 +1,169 @@
+"""Models as people write them, cut where their forward calls its blocks: a step is that of one process."""
+
+from collections import namedtuple
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from pipeline_on_ranks import make_pair, open_mesh
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from paceline.data.batch import list_tensors
+from paceline.parallel.pipeline import Pipeline, PipelineSettings
+from paceline.testing.processes import check_exits, run_processes
+
+WIDTH = 8
+Named = namedtuple("Named", "logits hidden")  # as people write it
+
+
+@dataclass
+class Record:
+    logits: Tensor
+    hidden: Tensor
+
+
+class Plain(nn.Module):
+    """Blocks between an input and a head; `join` is what others do otherwise."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.start = nn.Linear(WIDTH, WIDTH)
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.head = nn.Linear(WIDTH, 5)
+        self.other = nn.Linear(WIDTH, 2)
+
+    def apply_block(self, layer: nn.Module, x: Tensor) -> Tensor:
+        return x + torch.tanh(layer(x))
+
+    def finish(self, x: Tensor) -> Any:
+        return self.head(x)
+
+    def forward(self, x: Tensor) -> Any:
+        x = self.start(x)
+        for layer in self.layers:
+            x = self.apply_block(layer, x)
+        return self.finish(x)
+
+
+class InPlace(Plain):
+    """What blocks return is changed in place; not only in ways of which the second changes nothing."""
+
+    def apply_block(self, layer: nn.Module, x: Tensor) -> Tensor:
+        y = layer(x)
+        y.mul_(0.5).relu_()
+        x = x + y
+        x *= 0.9
+        return x
+
+
+class Reentrant(Plain):
+    def apply_block(self, layer: nn.Module, x: Tensor) -> Tensor:
+        made: Tensor = checkpoint(layer, x, use_reentrant=True)
+        return x + made
+
+
+class Listed(Plain):
+    """Parameters of each block in a list beside them, as a whole list for the second half."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scales = nn.ParameterList(torch.randn(WIDTH) for _ in range(3))
+        self.late = nn.ParameterList([torch.ones(WIDTH), torch.ones(5)])
+
+    def forward(self, x: Tensor) -> Any:
+        x = self.start(x)
+        for layer, scale in zip(self.layers, self.scales, strict=True):
+            x = x + layer(x) * scale[:WIDTH]
+        first, second = self.late
+        return self.head(x * first) * second
+
+
+class OfTuple(Plain):
+    def finish(self, x: Tensor) -> Any:
+        return self.head(x), self.other(x)
+
+
+class OfMapping(Plain):
+    def finish(self, x: Tensor) -> Any:
+        return {"logits": self.head(x), "parts": [self.other(x), (x[:, 0],)], "name": "mapping"}
+
+
+class OfNamed(Plain):
+    def finish(self, x: Tensor) -> Any:
+        return Named(self.head(x), self.other(x))
+
+
+class OfRecord(Plain):
+    def finish(self, x: Tensor) -> Any:
+        return Record(logits=self.head(x), hidden=self.other(x))
+
+
+class OfNamespace(Plain):
+    def finish(self, x: Tensor) -> Any:
+        return SimpleNamespace(logits=self.head(x), hidden=self.other(x))
+
+
+MODELS: list[type[nn.Module]] = [InPlace, Reentrant, Listed, OfTuple, OfMapping, OfNamed, OfRecord, OfNamespace]
+
+
+def sum_all(output: Any, targets: Tensor) -> Tensor:
+    """Return a loss of all that a model returns, which it finds as its author would."""
+    if isinstance(output, Named | Record | SimpleNamespace):
+        output = (output.logits, output.hidden)
+    if isinstance(output, dict):
+        assert output["name"] == "mapping"
+        output = (output["logits"], *output["parts"][0:1], output["parts"][1][0])
+    first, *others = output if isinstance(output, tuple) else (output,)
+    return F.cross_entropy(first, targets, reduction="sum") + sum(
+        (one.square().sum() for one in others), torch.zeros(())
+    )
+
+
+def train(kind: type[nn.Module]) -> list[str]:
+    """Return what is another in a pipeline than in one process."""
+    inputs, targets = torch.randn(8, WIDTH), torch.arange(8) % 5
+    with open_mesh() as mesh:
+        model, whole = make_pair(kind)
+        pipeline = Pipeline(model, mesh, PipelineSettings(), inputs[:1])
+        losses = pipeline.run(inputs, targets, sum_all)
+        output = whole(inputs)
+        loss = sum_all(output, targets)
+        loss.backward()
+        wrong = []
+        if losses and not torch.allclose(sum(losses), loss.detach(), rtol=1e-5):
+            wrong.append("loss")
+        mine = dict(pipeline.module.named_parameters())
+        for name, parameter in whole.named_parameters():
+            shared = pipeline.shared.get(name, [])
+            if name in mine and len(shared) < 2 and parameter.grad is not None:
+                found = mine[name].grad
+                if found is None or not torch.allclose(found, parameter.grad, rtol=1e-4, atol=1e-5):
+                    wrong.append(name)
+        evaluated = pipeline.evaluate(inputs)
+        if evaluated is not None:
+            pairs = zip(list_tensors(evaluated), list_tensors(output), strict=True)
+            same = all(torch.allclose(one, other, atol=1e-5) for one, other in pairs)
+            wrong += [] if same and type(evaluated) is type(output) else ["evaluation"]
+        return wrong
+
+
+def train_all() -> dict[str, list[str]]:
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    return {kind.__name__: train(kind) for kind in MODELS}
+
+
+@pytest.fixture(scope="module")
+def wrong() -> list[dict[str, list[str]]]:
+    results = run_processes(2, train_all, timeout_s=50)
+    check_exits(results)
+    return [result.value for result in results]
+
+
+@pytest.mark.parametrize("name", [kind.__name__ for kind in MODELS])
+def test_a_step_is_that_of_one_process(wrong: list[dict[str, list[str]]], name: str) -> None:
+    assert [said[name] for said in wrong] == [[], []]

@@ -1,0 +1,118 @@
+"""Tensor plans that are found: what does not work in parts is left whole, the rest is shared."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from paceline.errors import SettingsError
+from paceline.parallel.tensor_derivation import find_plan
+
+WIDTH = 8
+
+
+class Residual(nn.Module):
+    """The first map's output goes around the second."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        return x + self.second(x)
+
+
+class Adapted(nn.Module):
+    """Low-rank adaptation of a map, as in peft."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base = nn.Linear(WIDTH, WIDTH)
+        self.down, self.up = nn.Linear(WIDTH, 2, bias=False), nn.Linear(2, WIDTH, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base(x) + self.up(self.down(x))
+
+
+class Standardised(nn.Linear):
+    """A map whose weight is measured over all of its inputs first."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight - self.weight.mean(1, keepdim=True), self.bias)
+
+
+class Reused(nn.Module):
+    """The model's own forward uses a map's weight once more."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.head = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(WIDTH, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(F.linear(torch.tanh(self.up(x)), self.up.weight.t()))
+
+
+class Changed(nn.Module):
+    """A map's output is changed in place, which autograd forbids for gathered columns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        x.relu_()
+        return self.second(x.softmax(-1))
+
+
+class Generating(nn.Module):
+    """Maps of one vector, which has no dim of samples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.vector = nn.Parameter(torch.randn(4))
+        self.first, self.second = nn.Linear(4, WIDTH), nn.Linear(WIDTH, 4 * WIDTH)
+        self.head = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(F.linear(x, self.second(self.first(self.vector)).view(4, WIDTH)))
+
+
+def normed() -> nn.Module:
+    return nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(WIDTH, WIDTH)), nn.Linear(WIDTH, 4))
+
+
+FOUND = {
+    "residual": (Residual, {"first": "gathered_columns", "second": "sliced_rows"}),
+    "adapted": (Adapted, {"base": "gathered_columns", "down": "gathered_columns", "up": "sliced_rows"}),
+    "standardised": (
+        lambda: nn.Sequential(Standardised(WIDTH, WIDTH), nn.Softmax(-1), Standardised(WIDTH, 4)),
+        {"0": "gathered_columns", "2": "gathered_columns"},
+    ),
+    "reused": (Reused, {"head": "gathered_columns"}),
+    "changed": (Changed, {"first": "sliced_rows", "second": "gathered_columns"}),
+    "generating": (Generating, {"head": "gathered_columns"}),
+    "normed": (normed, {"1": "gathered_columns"}),
+}
+
+
+@pytest.mark.parametrize("kind", FOUND)
+def test_a_plan_shares_what_works_in_parts(kind: str) -> None:
+    torch.manual_seed(0)
+    make, styles = FOUND[kind]
+    plan = find_plan(make().eval(), None, 2, torch.randn(3, WIDTH))
+    assert dict(plan.styles) == styles
+
+
+@pytest.mark.parametrize(
+    ("model", "said"),
+    [
+        (nn.Sequential(nn.Conv1d(8, 8, 1)), "Sequential was found to be: it has no linear maps; take another layout"),
+        (nn.Sequential(nn.Linear(3, 3)), r"the linear maps 0 \(3 to 3\); give its linear maps numbers .* 2 divides"),
+    ],
+)
+def test_a_model_without_such_is_told_of_its_own_maps(model: nn.Module, said: str) -> None:
+    sample = torch.randn(2, 8, 3) if isinstance(model[0], nn.Conv1d) else torch.randn(2, 3)
+    with pytest.raises(SettingsError, match=said):
+        find_plan(model, None, 2, sample)
