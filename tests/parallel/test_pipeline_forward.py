@@ -32,12 +32,12 @@ def test_ranks_of_several_stages_take_before_they_give(monkeypatch, num_stages, 
     layers = list_layers(model)
     stages = [Stage(model, [layers[index]], index, splits_backward=False) for index in mine]
 
-    def take(_, stage, micro_batch):
+    def take(_, stage, micro_batch, source):
         done.append((TAKEN, stage, micro_batch))
         return torch.zeros(1, 2), (True,)
 
-    monkeypatch.setattr(ForwardPass, "_take", take)
-    monkeypatch.setattr(ForwardPass, "_give", lambda _, value, gives, stage, i: done.append((GIVEN, stage, i)))
+    monkeypatch.setattr(ForwardPass, "take", take)
+    monkeypatch.setattr(ForwardPass, "give", lambda _, value, gives, stage, i: done.append((GIVEN, stage, i)))
     passing = ForwardPass(stages, num_stages, SimpleNamespace(), None)
     outputs = passing.run([torch.zeros(1, 2)] * 2)
     assert done == expected

@@ -20,6 +20,7 @@ from paceline.parallel.context import full_sequences
 from paceline.parallel.local import local
 from paceline.parallel.mesh import Mesh
 from paceline.parallel.mixture_of_experts import Experts, MixtureOfExperts, list_mixtures
+from paceline.parallel.own_forward import running_forward
 from paceline.parallel.start import broadcast_sample
 from paceline.parallel.tensor import distribute
 from paceline.parallel.tensor_proof import relative_error, tolerance
@@ -169,7 +170,8 @@ class _Proof:
 
     def _find_difference(self, size: int, place: int) -> str:
         try:
-            found = self._run()
+            with running_forward():
+                found = self._run()
         except (RuntimeError, ValueError, TypeError, IndexError, AttributeError, AssertionError) as error:
             return f"fails on a rank's part with {type(error).__name__}: {error}"
         for key, whole in self._whole.items():

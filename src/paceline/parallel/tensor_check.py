@@ -52,8 +52,6 @@ class SplitCheck:
         self._position = position
         self._gradients: dict[str, Tensor] = {}
         self._outputs: list[Tensor] = []
-        named = module.named_parameters()
-        self._hooked = {name for name, one in named if one._backward_hooks or one._post_accumulate_grad_hooks}
         placements = place(module, plan.of_stage(module).styles)
         with ExitStack() as stack, torch.enable_grad():
             for name, parameter in module.named_parameters():
@@ -121,11 +119,6 @@ class SplitCheck:
             error = relative_error(own, gradient, floor) if own.shape == gradient.shape else float("inf")
             if error > tolerance(gradient.dtype):
                 owner = name.rpartition(".")[0]
-                if name in self._hooked:
-                    return (
-                        f"a split parameter must have no hook on its gradient, of which a rank has a part, but {name} "
-                        "has one; change the gradient in the forward pass, or set Layout(tensor=1) (--layout.tensor 1)"
-                    )
                 return self._describe(
                     owner, f"has a gradient of {name} that differs by {error:.1e} of its size", "partial"
                 )

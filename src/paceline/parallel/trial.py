@@ -33,13 +33,19 @@ _OF_TORCH = frozenset(vars(nn.Module())) - {"training"}
 
 
 @contextmanager
-def restored(module: nn.Module) -> Iterator[None]:
+def restored(module: nn.Module, *, on_copies: bool = False) -> Iterator[None]:
     """Around runs of a module: afterwards buffers, attributes, modes and random streams are what they were.
 
     Attributes may be assigned anew or change inside: tensors, and lists, dicts and sets of such. Nothing may split the
     module meanwhile, which changes attributes for good; see `undisturbed`.
+
+    Args:
+        module: The module.
+        on_copies: Run on copies of its tensors, so that backward may follow afterwards.
     """
     state = _State(module)
+    if on_copies:
+        state.copy_tensors()
     with _random_state_kept(module):
         try:
             yield
@@ -69,6 +75,16 @@ class _State:
         for _, values in self._holders:
             for value in values.values():
                 self._keep(value)
+
+    def copy_tensors(self) -> None:
+        """Put copies in the place of tensors that may change."""
+        copies: dict[int, Tensor] = {}
+        for holder, values in self._holders:
+            for key, value in values.items():
+                if isinstance(value, Tensor) and id(value) in self._contents:
+                    if id(value) not in copies:
+                        copies[id(value)] = value.detach().clone()
+                    holder[key] = copies[id(value)]
 
     def restore(self) -> None:
         """Put everything back."""

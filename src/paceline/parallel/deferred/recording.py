@@ -326,7 +326,7 @@ class Recording(TorchDispatchMode):
         """Move the generator on as the operation would, and return by how many words, or 0 if that is not known."""
         target = operation.leaves[0] if operation.leaves else None
         if operation.function in FILLS and isinstance(target, Reference) and target.num_elements >= GROUP:
-            draw = getattr(Tensor, FILLS[operation.function])
+            draw = getattr(torch._C.TensorBase, FILLS[operation.function])  # that of Tensor is watched
             words = cost(draw, target.dtype, target.num_elements % GROUP) if is_contiguous(target) else None
             if words is not None:
                 num_words = words[0] * target.num_elements + words[1]

@@ -7,6 +7,7 @@ masks, positions and whatever else is computed between calls is as in the whole 
 
 from collections.abc import Sequence, Set
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -456,13 +457,17 @@ def _compare(module: nn.Module, layers: Sequence[PipelineLayer], samples: Sequen
 def _compare_gradients(module: nn.Module, layers: Sequence[PipelineLayer], sample: Any) -> None:
     parts = [layer.run for layer in layers if isinstance(layer.run, Part)]
     inputs = tuple(parts[0].trace.inputs.of(map_tensors(torch.clone, sample))[1])
-    with without_constants(module), restored(module):
-        found = find_wrong_gradient(
-            module,
-            lambda: find_output(call(module, map_tensors(torch.clone, sample))),
-            [replace(part, fills_with=float("nan")) for part in parts],
-            inputs,
-        )
+
+    def run_whole() -> Any:
+        with restored(module, on_copies=True):
+            return find_output(call(module, map_tensors(torch.clone, sample)))
+
+    def run_part(part: Part, value: Any) -> Any:
+        with restored(module, on_copies=True):
+            return replace(part, fills_with=float("nan"))(value)
+
+    with without_constants(module):
+        found = find_wrong_gradient(module, run_whole, [partial(run_part, part) for part in parts], inputs)
     if found:
         raise SettingsError(
             f"a model run as a pipeline must have the gradients of the whole one, but {type(module).__name__}, cut at "
