@@ -11,6 +11,7 @@ from pydantic import Field, ValidationError, field_validator, model_validator
 import paceline
 from paceline.errors import SettingsError, UnknownNameError, missing_extra, unknown_name
 from paceline.registry import Family, Settings, describe_fields, explain, find_variant, list_variants, register
+from paceline.simulator.training.shapes import BertShape
 
 
 class Shape(Family):
@@ -240,6 +241,7 @@ EXAMPLES = {
     "per_worker": {"samples": 4},
     "files": {"path": "folder"},
     "mixture": {"sources": ({"name": "text"}, {"name": "images"})},
+    "decoder": {"num_layers": 2, "width": 64},
     "scripted": {"objective": "classification", "sample_s": (0.1,)},
 }
 """Fields of variants that cannot be made of defaults alone."""
@@ -262,7 +264,7 @@ def all_variants():
 
 @pytest.mark.parametrize("variant", all_variants(), ids=lambda variant: f"{variant.family}-{variant.name}")
 def test_every_variant_survives_json(variant):
-    made = variant(**EXAMPLES.get(variant.name, {}))
+    made = variant(**EXAMPLES.get(variant.name, EXAMPLES["decoder"] if variant is BertShape else {}))
     text = json.dumps(made.model_dump(mode="json"))
     family = next(base for base in variant.__mro__ if "family" in vars(base))
     again = family.model_validate(json.loads(text))

@@ -242,6 +242,7 @@ def test_programs_are_not_lowered_to_the_native_collective():
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device, and here is none")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, needs_cuda])])
 def test_codecs_are_timed_beside_a_copy_and_plain_torch(device):
     threads = torch.get_num_threads()

@@ -43,6 +43,7 @@ def test_the_peak_is_of_the_whole_word_and_of_half_precision():
     assert find_peak("NVIDIA A10G") is find_peak("CPU thread") is find_peak("NVIDIA A100", "fp32") is None
 
 
+@pytest.mark.slow
 def test_memory_stands_beside_its_estimate():
     names = ("none", "recompute full", "zero 3", "offload optimizer")
     rows = MemoryBenchmark(model=SMALL, global_batch=4, techniques=names).measure()

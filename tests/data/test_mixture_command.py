@@ -34,6 +34,7 @@ def read_losses(records):
     return {one.step: one.event.loss for one in select(records, StepFinished)}
 
 
+@pytest.mark.slow
 def test_a_mixture_of_formats_trains(train):
     records = train("run", 4)
     settings = select(records, RunStarted)[0].event.settings["data"]

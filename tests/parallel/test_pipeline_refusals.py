@@ -111,12 +111,14 @@ def test_a_hook_is_named_and_a_sample_of_one_is_enough_for_a_norm_over_samples()
         assert of_norm == ""
 
 
-@pytest.mark.parametrize(
-    "sample", [{"x": torch.ones(1, 6)}, {"x": torch.ones(1, 8, 4), "ids": torch.ones(1, 4, dtype=torch.int64)}]
-)
-def test_inputs_that_are_no_sequences_are_told_as_such(sample: Any) -> None:
+def test_inputs_that_are_no_sequences_are_told_as_such() -> None:
+    of_two_lengths = {"x": torch.ones(1, 8, 4), "ids": torch.ones(1, 4, dtype=torch.int64)}
     with pytest.raises(SettingsError, match=r"context\(2\) must have sequences to divide, .* no such sequences; set"):
-        check_tokens(sample, Layout(context=2))
+        check_tokens(of_two_lengths, Layout(context=2))
+    with pytest.raises(SettingsError, match=r"must be a multiple of 4 tokens, but got 6 .* is of features and no seq"):
+        check_tokens({"x": torch.ones(1, 6)}, Layout(context=2))
+    with pytest.raises(SettingsError, match=r"must be a multiple of 4 tokens, but got 6 = 4 .* choose 4 or 8$"):
+        check_tokens({"x": torch.ones(1, 6, 3)}, Layout(context=2))
 
 
 def test_what_one_rank_cannot_run_is_said_on_all() -> None:

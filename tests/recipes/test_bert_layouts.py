@@ -84,6 +84,7 @@ def compare(layouts: list[dict[str, int]]) -> list[list[float]]:
     return differences
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(120)
 def test_every_layout_trains_as_one_process() -> None:
     results = run_processes(4, compare, {"layouts": LAYOUTS}, timeout_s=110)

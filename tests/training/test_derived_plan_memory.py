@@ -107,6 +107,7 @@ def test_a_rank_needs_what_was_estimated_by_the_plan_that_is_found(tensor: int) 
     assert estimated.peak_bytes == pytest.approx(measured["peak"], rel=0.04)  # 10 % are promised
 
 
+@pytest.mark.slow
 def test_each_rank_of_gpt2_is_rehearsed_with_its_own_heads_and_shapes(caplog: pytest.LogCaptureFixture) -> None:
     results = run_processes(2, measure_gpt2)
     check_exits(results)

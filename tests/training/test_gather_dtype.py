@@ -31,7 +31,13 @@ def test_a_run_gathers_in_the_dtype_of_forward_on_gpus(monkeypatch, precision, d
     monkeypatch.setattr(training, "read_sample", lambda *_: None)
     group = SimpleNamespace(device=torch.device(device), size=2)
     run = SimpleNamespace(
-        layout=Layout(sharded=2), tensor_plan=None, pipeline=None, sharded_codec=None, precision=precision
+        layout=Layout(sharded=2),
+        tensor_plan=None,
+        pipeline=None,
+        sharded_codec=None,
+        precision=precision,
+        num_virtual_workers=2,
+        global_batch=4,
     )
     with pytest.raises(InterruptedError):
         training.prepare(run, torch.nn.Linear(2, 2), None, group)
@@ -45,5 +51,5 @@ def test_every_sharded_module_gets_it(monkeypatch, num_stages):
     monkeypatch.setattr(laying, "shard_module", lambda *_, gather_dtype, **__: given.append(gather_dtype))
     stages = [torch.nn.Sequential(torch.nn.Linear(2, 2)) for _ in range(num_stages)]
     driver = SimpleNamespace(stages=stages) if stages else None
-    laying._shard_stages(torch.nn.Sequential(*stages), driver, None, Layout(sharded=2), torch.bfloat16)
+    laying._shard_stages(torch.nn.Sequential(*stages), driver, None, Layout(sharded=2), [], torch.bfloat16)
     assert given == [torch.bfloat16] * max(1, num_stages)

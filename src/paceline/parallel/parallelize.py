@@ -257,13 +257,18 @@ def check_tokens(sample: Any, layout: Layout) -> None:
             f"inputs must be sequences of tokens for context({layout.context}), of the shape (samples, tokens) or "
             f"(samples, tokens, width), but got {describe(sample)}; set Layout(context=1) (--layout.context 1)"
         )
-    is_of_features = all(one.dim() == 2 and one.is_floating_point() for one in tensors)
-    if len({one.shape[1] for one in tensors}) > 1 or (is_of_features and tensors[0].shape[1] % (2 * layout.context)):
+    if len({one.shape[1] for one in tensors}) > 1:
         raise SettingsError(
             f"context({layout.context}) must have sequences to divide, all inputs of as many tokens, but got "
             f"{describe(sample)}, which are no such sequences; set Layout(context=1) (--layout.context 1)"
         )
-    check_length(tensors[0].shape[1], context=layout.context)
+    try:
+        check_length(tensors[0].shape[1], context=layout.context)
+    except SettingsError as error:
+        if any(one.dim() == 3 or not one.is_floating_point() for one in tensors):
+            raise
+        advice = f"if {describe(sample)} is of features and no sequences, set Layout(context=1) (--layout.context 1)"
+        raise SettingsError(f"{error}; {advice}") from None
 
 
 def _note(shard: ModelShard) -> nn.Module:

@@ -62,7 +62,7 @@ class Trace:
         self.linear: list[tuple[str, Tensor]] = []
         self._outputs: dict[str, tuple[Tensor, int]] = {}
         self._repeated: set[str] = set()
-        uses = _Uses(module)
+        uses = _UseRecorder(module)
         with ExitStack() as stack:
             for name, part in self.modules.items():
                 stack.callback(part.register_forward_pre_hook(self._record(name), with_kwargs=True).remove)
@@ -109,7 +109,7 @@ class Trace:
         return ".".join(common)
 
 
-class _Uses(TorchFunctionMode):
+class _UseRecorder(TorchFunctionMode):
     """Mode that finds linear maps whose weights are used outside of their own forward too."""
 
     def __init__(self, model: nn.Module) -> None:
