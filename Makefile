@@ -20,8 +20,7 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 train: setup
 	$(BIN)/paceline train transformer_lm --workers 2 --num_steps 400
 
-# Three at a time on two cores: a third of the time tests wait for processes, clocks and disks.
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 --dist worksteal -q --durations=10
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal -q --durations=10
 
 test: setup
 	$(PYTEST) -m "not slow"
