@@ -3,7 +3,7 @@ VENV ?= .venv
 PYTHON ?= python3
 BIN := $(VENV)/bin
 
-.PHONY: setup train test test-slow test-all gpu gpu-rehearsal check docs wheel torchft store-server data-peers peers faults format clean
+.PHONY: setup train test test-slow test-all test-campaigns gpu gpu-rehearsal check docs wheel torchft store-server data-peers peers faults format clean
 
 setup: $(VENV)/.installed
 
@@ -26,9 +26,13 @@ test: setup
 	$(PYTEST) -m "not slow"
 
 test-slow: setup
-	$(PYTEST) -m slow
+	$(PYTEST) -m "slow and not campaign"
 
 test-all: test test-slow
+
+# More kinds of the same: every rule, layout and phase in which a worker is killed, long learning runs. About half an hour.
+test-campaigns: setup
+	$(PYTEST) -m campaign
 
 # For a short loan of a GPU: tests and benchmarks in order of worth; again to go on after 25 minutes.
 gpu: setup

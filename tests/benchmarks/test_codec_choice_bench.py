@@ -10,6 +10,7 @@ from paceline.testing import netlab_missing
 needs_netlab = pytest.mark.skipif(bool(netlab_missing()), reason=netlab_missing() or "a netlab can be made")
 
 
+@pytest.mark.campaign
 @pytest.mark.slow
 @needs_netlab
 @pytest.mark.timeout(180)

@@ -108,6 +108,7 @@ def test_a_few_flipped_bits_are_noticed(tmp_path, name):
     check(tmp_path, name, 12)
 
 
+@pytest.mark.campaign
 @pytest.mark.slow
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("name", FORMATS)

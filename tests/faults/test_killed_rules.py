@@ -46,6 +46,10 @@ def test_a_killed_worker_changes_no_bit(tmp_path, run_here, wait_for_step):
     assert tensors_of(killed, 30) == tensors
 
 
+def campaign(*values):
+    return pytest.param(*values, marks=pytest.mark.campaign)
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(200)
 @pytest.mark.parametrize(
@@ -54,15 +58,15 @@ def test_a_killed_worker_changes_no_bit(tmp_path, run_here, wait_for_step):
         ("scaffold", {"sync.period": 4}),
         ("dpsgd", {}),
         ("streaming_diloco", {"sync.period": 6, "sync.num_fragments": 3}),
-        ("hierarchical_local_sgd", {"sync.period": 4, "sync.host_size": 2}),
-        ("adaptive_local_sgd", {"sync.period": 4}),
-        ("easgd", {"sync.period": 4}),
-        ("choco_sgd", {"sync.codec": "top_k", "sync.codec.dense_below": 0}),
-        ("push_sum", {}),
-        ("adaptive_mixing", {"sync.interval": 5}),
-        ("local_sgd", {"sync.period": 4}),
-        ("diloco", {"sync.period": 4}),
-        ("post_local_sgd", {"sync.period": 4, "sync.synchronous_steps": 8}),
+        campaign("hierarchical_local_sgd", {"sync.period": 4, "sync.host_size": 2}),
+        campaign("adaptive_local_sgd", {"sync.period": 4}),
+        campaign("easgd", {"sync.period": 4}),
+        campaign("choco_sgd", {"sync.codec": "top_k", "sync.codec.dense_below": 0}),
+        campaign("push_sum", {}),
+        campaign("adaptive_mixing", {"sync.interval": 5}),
+        campaign("local_sgd", {"sync.period": 4}),
+        campaign("diloco", {"sync.period": 4}),
+        campaign("post_local_sgd", {"sync.period": 4, "sync.synchronous_steps": 8}),
     ],
 )
 def test_others_go_on_without_a_killed_worker(tmp_path, sync, settings, wait_for_step):
@@ -94,9 +98,9 @@ def test_others_go_on_without_a_killed_worker(tmp_path, sync, settings, wait_for
 @pytest.mark.parametrize(
     "settings",
     [
-        {"landing": "arrival", "clip_norm": "none", "keeps_step_copies": "true"},
+        campaign({"landing": "arrival", "clip_norm": "none", "keeps_step_copies": "true"}),
         {"sync.codec": "top_k", "sync.codec.dense_below": 0, "keeps_step_copies": "true"},
-        {"batch_policy": "per_worker", "batch_policy.samples": 4},
+        campaign({"batch_policy": "per_worker", "batch_policy.samples": 4}),
         {"peer_memory.interval": 3, "checkpoint_interval": 0},
     ],
     ids=["arrival", "coded steps", "per worker", "peer memory"],
@@ -142,7 +146,7 @@ def test_at_their_own_pace_a_killed_worker_loses_no_sample(tmp_path, wait_for_st
 
 @pytest.mark.slow
 @pytest.mark.timeout(200)
-@pytest.mark.parametrize("sync", ["dpsgd", "ssp"])
+@pytest.mark.parametrize("sync", [campaign("dpsgd"), "ssp"])
 def test_a_signal_to_one_worker_stops_all_and_loses_no_sample(tmp_path, sync, wait_for_step):
     stopped = tmp_path / "stopped"
     process = start(stopped, 10_000, sync=sync, checkpoint_interval=0)

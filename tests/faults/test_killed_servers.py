@@ -32,16 +32,20 @@ def assert_ended_well(directory, records):
     assert evaluated[-1] < evaluated[0]
 
 
+def campaign(*values):
+    return pytest.param(*values, marks=pytest.mark.campaign)
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(200)
 @pytest.mark.parametrize(
     "settings",
     [
         {"sync": "asgd"},
-        {"sync": "parameter_server"},
-        {"sync": "ssp"},
-        {"sync": "asgd", "sync.num_servers": 2, "sync.codec": "one_bit", "sync.codec.dense_below": 0},
-        {"sync": "parameter_server", "sync.num_backups": 1},
+        campaign({"sync": "parameter_server"}),
+        campaign({"sync": "ssp"}),
+        campaign({"sync": "asgd", "sync.num_servers": 2, "sync.codec": "one_bit", "sync.codec.dense_below": 0}),
+        campaign({"sync": "parameter_server", "sync.num_backups": 1}),
     ],
 )
 def test_others_go_on_without_a_killed_worker_that_has_no_server(tmp_path, settings, wait_for_step):
@@ -69,8 +73,8 @@ def test_without_a_standby_all_start_again_if_a_server_is_lost(tmp_path, wait_fo
     "settings",
     [
         {"sync": "parameter_server"},
-        {"sync": "asgd"},
-        {"sync": "ssp", "sync.num_servers": 2},
+        campaign({"sync": "asgd"}),
+        campaign({"sync": "ssp", "sync.num_servers": 2}),
     ],
 )
 def test_a_standby_takes_the_place_of_a_lost_server(tmp_path, settings, wait_for_step):

@@ -181,8 +181,8 @@ def kill_while_workers_change(lab):
     "kill_launcher",
     [
         kill_while_training,
-        kill_while_starting,
-        kill_while_workers_change,
+        pytest.param(kill_while_starting, marks=pytest.mark.campaign),
+        pytest.param(kill_while_workers_change, marks=pytest.mark.campaign),
     ],
 )
 def test_another_launcher_takes_over_and_replaces_a_killed_worker_to_the_same_bits(

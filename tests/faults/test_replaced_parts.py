@@ -86,7 +86,10 @@ def test_a_lost_part_comes_from_a_replica_after_the_newest_update_of_which_all_p
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    "layout",
+    ["three tensor", *(pytest.param(name, marks=pytest.mark.campaign) for name in LAYOUTS if name != "three tensor")],
+)
 def test_one_rank_after_the_other_is_lost_in_one_phase_after_the_other(tmp_path, run_here, layout):
     ranks = 2 * (LAYOUTS[layout][0] if "three" in layout else 2)
     lines = [[(5 * number + 1) % ranks, 3 * number + 3, phase, [], []] for number, phase in enumerate(PHASES)]

@@ -189,8 +189,11 @@ def test_actors_may_be_ahead_of_the_learner(tmp_path, settings):
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(
     "settings",
-    [["--workers", "1"], ["--workers", "2"], ["--workers", "3", "--sync", "asgd"]],
-    ids=["one", "every_step", "asgd"],
+    [
+        pytest.param(["--workers", "1"], marks=pytest.mark.campaign, id="one"),
+        pytest.param(["--workers", "2"], id="every_step"),
+        pytest.param(["--workers", "3", "--sync", "asgd"], marks=pytest.mark.campaign, id="asgd"),
+    ],
 )
 def test_it_reaches_its_known_return(tmp_path, settings):
     command = [sys.executable, "-m", "paceline", "train", "actor_critic", "--out", str(tmp_path / "run"), *settings]
