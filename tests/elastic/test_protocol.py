@@ -89,6 +89,15 @@ def test_without_a_whole_state_the_checkpoint_is_what_is_left():
     ]
 
 
+def test_what_several_workers_say_alike_is_told_once():
+    coordinator, _ = begin(3)
+    coordinator.handle(Voted("w0", 0, 4, is_whole=False, lost="the link is down"))
+    coordinator.handle(Voted("w1", 0, 4, is_whole=False, lost="w0 is gone"))
+    assert coordinator.handle(Voted("w2", 0, 4, is_whole=False, lost="the link is down")) == [
+        RestartAll("w0, w2: the link is down; w1: w0 is gone")
+    ]
+
+
 def test_a_torn_state_that_is_further_does_not_win():
     coordinator, _ = begin(2)
     coordinator.handle(Voted("w0", 0, 4, is_whole=False, lost="gone"))

@@ -335,8 +335,7 @@ class Coordinator:
         """End the epoch, whose workers have all voted."""
         assert self.view is not None
         votes = self._list_votes()
-        reports = [f"{vote.name}: {vote.lost}" for vote in votes if vote.lost]  # where nobody is known to be lost
-        reason = "; ".join(dict.fromkeys(list(self._lost.values()) or reports))
+        reason = "; ".join(dict.fromkeys(self._lost.values()) or self._list_reports())
         min_workers = self.settings.min_workers or -(-len(self.view.names) // 2)
         if self.fixed and len(self.members) + len(joiners) < len(self.view.names) and not self._is_ending:
             is_hopeless = self._num_stillborn > self.settings.max_restarts or (
@@ -361,6 +360,14 @@ class Coordinator:
         names = [first, *staying][:size]
         names += joiners[: size - len(names)] if not self.is_stopping else []
         return self._announce(names, best, reason)
+
+    def _list_reports(self) -> list[str]:
+        """Return what those who voted say of their loss, each sentence once, after the names of all who say it."""
+        names: dict[str, list[str]] = {}
+        for vote in self._list_votes():
+            if vote.lost:
+                names.setdefault(vote.lost, []).append(vote.name)
+        return [f"{', '.join(those)}: {sentence}" for sentence, those in names.items()]
 
     def _fill_places(self, joiners: list[str]) -> list[str]:
         """Return the names of the next epoch: new workers in the places of lost ones, the others where they were."""
