@@ -22,6 +22,8 @@ LAYOUTS = {
     "sharded": (4, {"layout.sharded": 2, "layout.data": 2}),
     "optimizer": (4, {"layout.sharded": 2, "layout.data": 2, "layout.zero_stage": 1}),
     "pipeline": (2, {"layout.pipeline": 2, "model.num_layers": 2}),
+    "context": (2, {"layout.context": 2}),
+    "expert": (4, {"layout.expert": 2, "layout.data": 2, "model.num_experts": 4}),
 }
 """Workers, of one rank or two each, and settings: four ranks or six, in replicas of two."""
 PHASES = ["forward", "backward", "reduce", "reduced", "vote", "voted", "update", "log"]
