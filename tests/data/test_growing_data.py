@@ -108,3 +108,28 @@ def test_growth_is_asked_for_and_refused_where_it_cannot_be():
         Loader(source, 5, grows=True).load_state_dict(state)
     with pytest.raises(DataError, match="num_samples must be that of the checkpoint"):
         Loader(Growing(10, 5), 5).load_state_dict(state)
+
+
+class Announced(Growing):
+    """The same, which keeps what it is told of the samples to come."""
+
+    def __init__(self, *sizes):
+        super().__init__(*sizes)
+        self.told = []
+
+    def expect(self, upcoming):
+        self.told.append((upcoming.position, upcoming.samples(upcoming.position, upcoming.stop).tolist()))
+
+
+def test_a_source_that_fetches_ahead_is_told_anew_of_what_comes_once_its_data_has_grown():
+    source = Announced(5, 4)
+    loader = Loader(source, 3, order="sequential", grows=True, prefetch=0, num_epochs=3)
+    running, used = iter(loader), []
+    for _ in range(4):
+        used += step([loader], [running])
+    source.sizes.append(3)
+    assert loader.grow() == 18
+    while len(used) < 30:
+        used += step([loader], [running])
+    assert used == [*range(9), *range(9), *range(12)]
+    assert source.told == [(0, [*range(9)] * 3), (15, used[15:])], "and one step is planned already"

@@ -172,7 +172,7 @@ class StepReader:
         plan = plan_steps(ledger, order, self.batches, self.micro_batches, self.ending, dispatcher, self.claim_size)
         if source is None or type(source).expect is Source.expect:
             return plan
-        upcoming = UpcomingSamples(order, ledger.low_water, self.ending.position, self._divide)
+        upcoming = UpcomingSamples(order, ledger.low_water, self.ending, self._divide)
         reads_ahead = self._is_auto or self._num_processes or self._has_stages
         return announce(source, upcoming, plan, self.max_steps_ahead if reads_ahead else 0)
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 
 from paceline.data.base import Source
+from paceline.data.division import Ending
 from paceline.data.order import GlobalOrder, Interval, Positions, list_positions
 from paceline.data.orders import Indices
 from paceline.data.pipeline import StepReads
@@ -17,7 +18,7 @@ class UpcomingSamples:
     Args:
         order: Global order.
         position: Position of the first sample that is not read yet.
-        stop: Position at which the data ends; None if it does not.
+        ending: End of the data, which may move where data grows.
         divide: Function that returns the step from a position on, and its parts that this worker reads.
     """
 
@@ -25,14 +26,17 @@ class UpcomingSamples:
         self,
         order: GlobalOrder,
         position: int,
-        stop: int | None,
+        ending: Ending,
         divide: Callable[[int], tuple[Interval, Sequence[Positions]]],
     ) -> None:
         self.position = position
         """Position before which this worker reads no more; the loader moves it."""
-        self.stop = stop
-        self._order = order
-        self._divide = divide
+        self._order, self._ending, self._divide = order, ending, divide
+
+    @property
+    def stop(self) -> int | None:
+        """Position at which the data ends; None if it does not."""
+        return self._ending.position
 
     @property
     def epoch_samples(self) -> int:
@@ -55,7 +59,7 @@ def announce(
     steps: Iterator[StepReads],
     num_ahead: int,
 ) -> Iterator[StepReads]:
-    """Yield the steps that a loader plans, after `source` was told of them all.
+    """Yield the steps that a loader plans, after `source` was told of them all, and again when the data has grown.
 
     Args:
         source: Source that will read them.
@@ -63,9 +67,13 @@ def announce(
         steps: Steps that are planned.
         num_ahead: Number of steps, before one that is planned, that may still be read.
     """
-    source.expect(upcoming)
     starts: deque[int] = deque(maxlen=num_ahead + 1)
+    source.expect(upcoming)
+    epoch_samples = upcoming.epoch_samples
     for step in steps:
         starts.append(step.interval.start)
         upcoming.position = starts[0]
+        if epoch_samples != upcoming.epoch_samples:  # later epochs have other samples in other places
+            epoch_samples = upcoming.epoch_samples
+            source.expect(upcoming)
         yield step
