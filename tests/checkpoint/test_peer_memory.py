@@ -12,6 +12,7 @@ from paceline.checkpoint.peer_memory import PeerMemory
 from paceline.checkpoint.recall import recall
 from paceline.comm import LocalGroup
 from paceline.errors import SettingsError, StorageError
+from paceline.training.state_in_memory import PeerMemorySettings
 
 
 def full_state(num_ranks, step):
@@ -173,3 +174,12 @@ def test_full_memory_is_an_error_that_says_so(tmp_path, monkeypatch):
 def test_too_few_ranks_are_refused(tmp_path):
     with pytest.raises(SettingsError, match="start more, or lower one of the two"):
         keep(tmp_path, 2, 2, 1)
+
+
+def test_a_copy_of_a_directory_has_memory_of_its_own(tmp_path):
+    (tmp_path / "run").mkdir()
+    (group,), settings = LocalGroup.create(1), PeerMemorySettings(interval=1, folder=str(tmp_path))
+    folder = settings.open(tmp_path / "run", group).folder
+    assert settings.open(tmp_path / "run", group).folder == folder
+    shutil.copytree(tmp_path / "run", tmp_path / "copy")
+    assert settings.open(tmp_path / "copy", group).folder != folder, "or it would remove the original's at its end"

@@ -242,6 +242,11 @@ def test_a_run_from_start_to_resume_to_report(here, run_here):
         "changed by the command line: workers from 2 to 3",
     ]
     assert (here / "first" / "run-1.json").exists()
+    (here / "first" / "report.html").unlink()  # as where the launcher was lost, and the workers have finished
+    done = run_here("train", "--resume", "first")
+    assert done.returncode == 0, done.stderr
+    assert "the run in first is finished, at step 8 of 8: nothing is left to do" in done.stdout
+    assert (here / "first" / "report.html").exists()
     done = run_here("train", "--resume", "first")
     assert done.returncode == 2
     assert "is at step 8 of 8" in done.stderr

@@ -292,6 +292,17 @@ def test_a_place_that_must_be_taken_waits_for_its_new_worker():
     assert (view.names, view.previous, view.step) == (("w0", "w1.2", "w2", "w3"), (0, None, 2, 3), 7)
 
 
+def test_a_part_of_the_model_that_is_lost_is_replaced_even_if_all_are_to_stop():
+    coordinator = begin_in_places(2, num_spares=0)
+    coordinator.handle(StopAsked())
+    assert coordinator.handle(Died("w1", "killed", "w1 was killed")) == [StartWorker("w1.2", 1)]
+    assert coordinator.handle(Voted("w0", 0, 7, lost="w1 was killed")) == []
+    assert coordinator.handle(Died("w1.2", "killed", "the signal met it too")) == [StartWorker("w1.3", 1)]
+    (announce,) = coordinator.handle(Ready("w1.3", fixed=FIXED))
+    assert (announce.view.names, announce.view.step) == (("w0", "w1.3"), 7), "what they have can be saved"
+    assert coordinator.handle(Died("w0", "done", "")) == []
+
+
 def test_a_spare_takes_a_place_at_once_and_nobody_else_moves():
     coordinator = begin_in_places(2, num_spares=1)
     coordinator.handle(Ready("w2", fixed=FIXED))

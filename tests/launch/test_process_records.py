@@ -2,6 +2,7 @@
 
 import errno
 import os
+import shutil
 import signal
 from collections import namedtuple
 from dataclasses import replace
@@ -41,6 +42,16 @@ def test_a_record_is_written_over_the_one_before_where_the_disk_is_full(tmp_path
     ended.save(path)
     assert ProcessRecord.load(path) == ended
     assert os.listdir(tmp_path) == ["w0.process"], "nothing else is left"
+
+
+def test_a_copy_of_a_folder_has_no_processes_of_its_own(tmp_path):
+    path, record = tmp_path / "workers" / "w0.process", ProcessRecord.of_this_process(3)
+    path.parent.mkdir()
+    record.save(path)
+    shutil.copytree(path.parent, tmp_path / "copy")
+    assert ProcessRecord.load(tmp_path / "copy" / path.name) is None, "or the copy would stop, or kill, the original's"
+    path.parent.rename(tmp_path / "moved")
+    assert ProcessRecord.load(tmp_path / "moved" / path.name) == record
 
 
 def test_the_record_of_another_process_is_not_written_over(tmp_path, fill):

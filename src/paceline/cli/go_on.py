@@ -9,12 +9,33 @@ from paceline.cli.overrides import apply_overrides
 from paceline.cli.prepare import absolute_recipe, find_early_end, find_last_step, make_run, write_report
 from paceline.errors import SettingsError
 from paceline.launch.worker import load_run
+from paceline.training.run import Run
 from paceline.training.run_file import RunFile
 
 
 def is_begun(out: Path) -> bool:
     """Return whether a run was begun in `out`."""
     return (out / "run.json").is_file()
+
+
+def is_reported(out: Path) -> bool:
+    """Return whether the report of the run in `out` is as new as its log: its launcher lived to write it."""
+    report, log = out / "report.html", out / "events.jsonl"
+    return report.exists() and (not log.exists() or report.stat().st_mtime_ns >= log.stat().st_mtime_ns)
+
+
+def find_end(out: Path, run: Run) -> str:
+    """Return how a run has finished, in words; empty if it has not."""
+    num_steps = run.num_steps or run.count_steps(run.open_data())
+    last_step = find_last_step(out, num_steps)
+    return find_early_end(out, run) or (f"at step {last_step} of {num_steps}" if last_step is not None else "")
+
+
+def tell_finished(out: Path, end: str) -> None:
+    """Print that a run is finished, and write its report if its launcher was lost before it did."""
+    typer.echo(f"the run in {out} is finished, {end}: nothing is left to do")
+    if not is_reported(out):
+        write_report(out)
 
 
 def check_begun(recipe: str, out: Path, overrides: list[tuple[str, str]]) -> bool:
@@ -32,13 +53,8 @@ def check_begun(recipe: str, out: Path, overrides: list[tuple[str, str]]) -> boo
             "choose another --out for another run"
         )
     run = apply_overrides(load_run(file), overrides)
-    num_steps = run.num_steps or run.count_steps(run.open_data())
-    last_step, reason = find_last_step(out, num_steps), find_early_end(out, run)
-    if last_step is not None or reason:
-        end = reason or f"at step {last_step} of {num_steps}"
-        typer.echo(f"the run in {out} is finished, {end}: nothing is left to do")
-        if not (out / "report.html").exists():
-            write_report(out)
+    if end := find_end(out, run):
+        tell_finished(out, end)
         return False
     typer.echo(f"goes on with the run that was begun in {out}")
     for name, (there, here) in list_differences(run, make_run(recipe, overrides)).items():

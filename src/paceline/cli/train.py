@@ -94,7 +94,7 @@ def _train_here(
     *,
     go_on: bool,
 ) -> int:
-    from paceline.cli.go_on import check_begun, is_begun
+    from paceline.cli.go_on import check_begun, find_end, is_begun, is_reported, tell_finished
     from paceline.cli.prepare import (
         changes_run,
         make_resumed,
@@ -109,6 +109,7 @@ def _train_here(
     from paceline.launch.local import check_min_workers, launch
     from paceline.launch.place import acquire_run
     from paceline.launch.scaling import PolicySettings
+    from paceline.launch.worker import load_run
     from paceline.monitor.reader import last_traceback
     from paceline.training.run_file import RunFile
 
@@ -128,12 +129,18 @@ def _train_here(
         left = None
         if resume is not None:
             lock = acquire_run(resume.absolute())
-            if not changes_run(resume, workers, overrides):
-                left = find_left_run(resume.absolute())
+            is_changed = changes_run(resume, workers, overrides)
+            left = find_left_run(resume.absolute()) if not is_changed else None
             if left is not None:
                 directory, file = resume.absolute(), RunFile.load(resume)
             else:
                 end_left_workers(resume.absolute())
+                if not (is_changed or is_reported(resume)) and (
+                    end := find_end(resume, load_run(RunFile.load(resume)))
+                ):
+                    tell_finished(resume, end)  # by workers whose launcher was lost
+                    lock.release()
+                    return ExitCode.FINISHED
                 directory, file = prepare_resumed(resume, workers, overrides)
         else:
             assert recipe is not None

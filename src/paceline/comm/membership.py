@@ -70,6 +70,11 @@ class Membership:
         if self.stop_requested_by in ("", CHANGE):
             self.stop_requested_by = reason
 
+    def take_request(self, other: "Membership") -> None:
+        """Ask all workers to stop if `other` was asked to, but for a change of workers."""
+        if other.stop_requested_by not in ("", CHANGE):
+            self.request_stop(other.stop_requested_by)
+
     @contextmanager
     def stopping_on_signals(self, *, may_interrupt: bool = True) -> Iterator[None]:
         """While active, SIGTERM, SIGINT and SIGHUP are requests to stop.

@@ -106,7 +106,7 @@ class Coordinator:
         self._last: GiveUp | Finished | None = None
         """The last action, which says how the run ended."""
         self.is_stopping = False
-        """Whether all workers were asked to stop, so that nobody is started or taken in."""
+        """Whether all workers were asked to stop: nobody is started or taken in but for a part of the model."""
         self._is_ending = False
         """Whether a worker has done its work, so that the others are about to."""
         self._is_asked = False
@@ -338,9 +338,7 @@ class Coordinator:
         reason = "; ".join(dict.fromkeys(self._lost.values()) or self._list_reports())
         min_workers = self.settings.min_workers or -(-len(self.view.names) // 2)
         if self.fixed and len(self.members) + len(joiners) < len(self.view.names) and not self._is_ending:
-            is_hopeless = self._num_stillborn > self.settings.max_restarts or (
-                self.is_stopping and not self._list_idle()
-            )
+            is_hopeless = self._num_stillborn > self.settings.max_restarts
             can_wait = len(votes) >= min_workers and any(vote.is_whole for vote in votes) and not is_hopeless
             return [] if can_wait else self._restart(reason)
         if self.is_broken:
@@ -394,12 +392,14 @@ class Coordinator:
 
     def _start_missing(self) -> list[Action]:
         """Start as many workers as are missing, or end those that nobody needs."""
-        if self.is_stopping or self._is_ending or (self.obstacle and self.view is not None):
+        # Where each has a part of the model, what is left can be saved once all parts are there again.
+        can_start = not self.is_stopping or (bool(self.fixed) and self.view is not None and self.is_broken)
+        if not can_start or self._is_ending or (self.obstacle and self.view is not None):
             return []
         if self._num_stillborn > self.settings.max_restarts:
             return []
         alive = [one for one in self.workers.values() if not (one.is_doomed or one.is_evicted or one.is_leaving)]
-        wanted = self.target + (self.settings.num_spares if self.view else 0)
+        wanted = self.target + (self.settings.num_spares if self.view and not self.is_stopping else 0)
         num_surplus = len(alive) - wanted
         actions = self._dismiss(self._list_idle()[-num_surplus:], "it is not needed") if num_surplus > 0 else []
         for _ in range(-num_surplus):

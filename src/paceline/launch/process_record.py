@@ -40,10 +40,11 @@ class ProcessRecord:
 
     @classmethod
     def load(cls, path: Path) -> Self | None:
-        """Return the record in a file; None if there is none that can be read."""
+        """Return the record in a file; None if none can be read, or if the folder is a copy of another one."""
         try:
-            return cls(**json.loads(path.read_text()))
-        except (OSError, ValueError, TypeError):
+            said = json.loads(path.read_text())
+            return cls(**said) if said.pop("folder") == path.parent.stat().st_ino else None
+        except (OSError, ValueError, TypeError, LookupError):
             return None
 
     def save(self, path: Path) -> None:
@@ -52,7 +53,8 @@ class ProcessRecord:
         Raises:
             OSError: The file cannot be written.
         """
-        said = json.dumps(asdict(self)).ljust(_NUM_BYTES).encode()
+        document = asdict(self) | {"folder": path.parent.stat().st_ino}
+        said = json.dumps(document).ljust(_NUM_BYTES).encode()
         new = path.with_name(f".{path.name}.{self.pid}")
         try:
             new.write_bytes(said)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from paceline.checkpoint import SavedState
 from paceline.comm.group import Group
-from paceline.comm.membership import CHANGE, Membership
+from paceline.comm.membership import Membership
 from paceline.elastic.facts import View
 from paceline.elastic.member import Member
 from paceline.errors import CommunicationError, PeerTimeoutError
@@ -177,7 +177,7 @@ def train_through_views(training: Training, member: Member, run_steps: RunSteps)
                     group.close(error)
                 raise
             if session is not None:
-                _carry_request(session, requests)
+                requests.take_request(session.membership)  # which came too late for this session
 
 
 @contextmanager
@@ -191,8 +191,6 @@ def _open(
     began_s: float,
 ) -> Iterator[Session]:
     """Open the session of a view, in which this worker goes on from what it has `kept`, or from rank 0's state."""
-    if requests.stop_requested_by:
-        group.membership.request_stop(requests.stop_requested_by)
     is_live = view.step >= 0
     claims = group.gather_documents(kept.claim, name="state in memory") if is_live else []
     is_in_step = is_live and _goes_on(kept.claim, claims[0])
@@ -212,6 +210,7 @@ def _open(
         training, group, None, state, member=member, is_live=is_live, kept=kept.replica if is_in_step else None
     )
     with opened as session:
+        session.membership.take_request(requests)  # signals up to here are in `requests`, later ones in the session's
         training.is_loading = False
         if not is_live:
             training.saved_step = training.step
@@ -357,13 +356,6 @@ def _find_mixed(session: Session, view: View) -> dict[str, int]:
 def _holds_back(own: Mapping[str, Any]) -> bool:
     tensors: Mapping[str, Tensor] = own["feedback"] | own["sync"]
     return any(name.endswith("/worker") for name in tensors)
-
-
-def _carry_request(session: Session, requests: Membership) -> None:
-    """Carry a signal's request to stop, that came too late for this session, to the next one."""
-    reason = session.membership.stop_requested_by
-    if reason not in ("", CHANGE):
-        requests.request_stop(reason)
 
 
 @contextmanager

@@ -14,7 +14,7 @@ from typing import Any
 
 from paceline.checkpoint import SavedState
 from paceline.comm.group import Group
-from paceline.comm.membership import CHANGE, Membership
+from paceline.comm.membership import Membership
 from paceline.comm.torch_group import is_lost_peer
 from paceline.elastic.facts import View
 from paceline.elastic.member import Member
@@ -102,13 +102,12 @@ class LayoutMember:
             group = member.open_group(view, self._device, self._run.timeout_s, "auto")
             group.leave_losses_to_supervisor()
             member.call_when_broken(view.epoch, partial(_break_off, group, self._is_updating))
-            if self._requests.stop_requested_by:
-                group.membership.request_stop(self._requests.stop_requested_by)
             state = self._build(view, group)
             assert self.training is not None
             states: list[LivingState] = []
             find = partial(self._share, states) if view.step >= 0 else state
             with open_session(self.training, group, None, find, is_live=view.step >= 0) as session:
+                session.membership.take_request(self._requests)  # signals up to here; later ones are the session's
                 self._begin(session, view, states)
                 has_ended = run_steps(session)
             group.close()
@@ -121,8 +120,8 @@ class LayoutMember:
             hung_ranks = error.hung_ranks if isinstance(error, PeerTimeoutError) else ()
             accused = tuple(view.names[rank] for rank in hung_ranks)
             member.report_loss(done, is_whole=bool(self._kept), reason=str(lost), accused=accused)
-            if session is not None and session.membership.stop_requested_by not in ("", CHANGE):
-                self._requests.request_stop(session.membership.stop_requested_by)
+            if session is not None:
+                self._requests.take_request(session.membership)
             return None
         except BaseException as error:
             if group is not None:

@@ -68,13 +68,14 @@ class PeerMemorySettings(Settings):
         """Return the folder of the run whose directory rank 0 has: a new run in an old directory has another."""
         name = ""
         if group.rank == 0:
-            path = directory / _NAME
-            if path.exists():
-                name = json.loads(path.read_text())["name"]
-            else:
+            path, inode = directory / _NAME, directory.stat().st_ino
+            said = json.loads(path.read_text()) if path.exists() else {}
+            if said.get("directory") == inode:
+                name = said["name"]
+            else:  # a new run, or a copy of another's directory
                 name = f"paceline-{os.getuid()}-{secrets.token_hex(8)}"
                 part = directory / f".{_NAME}.part"
                 with storing(path):
-                    part.write_text(json.dumps({"name": name}))
+                    part.write_text(json.dumps({"name": name, "directory": inode}))
                     part.rename(path)
         return Path(self.folder) / str(group.gather_documents(name, name="folder in memory")[0])
