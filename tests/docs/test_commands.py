@@ -54,6 +54,8 @@ SMALLER = {
     ("bench", "data"): '--cases ["resume","stall","language"] --num_images 64 --num_steps 1 --num_rounds 2 --batch 8',
     ("bench", "collectives"): '--num_pairs 2 --sizes ["4KiB"] --local_workers [2]',
 }
+FEWER_RANKS = {"simulate all-reduce --ranks 2:1024 --cluster switch --cluster.bandwidth 100gbit": ("--ranks", "2:64")}
+"""Last words of a command that takes seconds, and of which the same with another number is run as it stands."""
 LONG = "it takes root, and hosts with limited links, or many trainings: tests/benchmarks has it"
 
 
@@ -157,9 +159,15 @@ def test_a_run_trains(words, after_a_run, run_here):
 def test_a_command_runs_as_it_stands(words, after_a_run, run_here):
     if reason := NOT_RUN.get(name(["paceline", *words])):
         pytest.skip(reason)
-    done = run_here(*words)
+    done = run_here(*words, *FEWER_RANKS.get(name(words), ()))
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout
+
+
+def test_of_each_command_on_fewer_ranks_another_is_run_on_all():
+    whole = {name(words[:6]) for words in find("simulate") if name(words) not in FEWER_RANKS}
+    assert all(name(words.split()[:6]) in whole for words in FEWER_RANKS)
+    assert FEWER_RANKS.keys() <= {name(words) for words in find("simulate")}, "no page has it any more"
 
 
 @pytest.mark.parametrize("words", find("compare", "bench", "reproduce"), ids=name)

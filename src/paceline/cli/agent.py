@@ -9,6 +9,7 @@ from paceline.cli.train_options import parse_address
 from paceline.errors import SettingsError
 from paceline.launch import ExitCode
 from paceline.launch.forking import prepare_to_fork
+from paceline.launch.imports import without_collections
 from paceline.launch.signals import leaving_when_asked
 
 
@@ -46,8 +47,9 @@ def agent(
         raise SettingsError(f"--notice_s must be at least 0 seconds, but got {notice_s}")
     with leaving_when_asked(ExitCode.PREEMPTED):
         prepare_to_fork()
-        from paceline.comm.control import ControlAccess
-        from paceline.launch.agent import serve_launcher
+        with without_collections():
+            from paceline.comm.control import ControlAccess
+            from paceline.launch.agent import serve_launcher
 
         access = ControlAccess(host, port, ControlAccess.load(token_file).token)
         raise typer.Exit(

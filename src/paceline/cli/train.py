@@ -10,6 +10,7 @@ from paceline.cli import train_options as options
 from paceline.errors import SettingsError
 from paceline.launch import ExitCode
 from paceline.launch.forking import prepare_to_fork
+from paceline.launch.imports import without_collections
 from paceline.launch.signals import leaving_when_asked
 
 
@@ -49,7 +50,8 @@ def train(
     if prices is not None and scale_policy is None:
         raise SettingsError(f"--prices must be given with --scale_policy, but got {prices} alone; name a policy")
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
-        from paceline.cli.train_worker import train_as_worker
+        with without_collections():
+            from paceline.cli.train_worker import train_as_worker
 
         raise typer.Exit(train_as_worker(recipe, out, resume, overrides, go_on=go_on))
     with leaving_when_asked(ExitCode.PREEMPTED):
@@ -94,7 +96,8 @@ def _train_here(
     *,
     go_on: bool,
 ) -> int:
-    from paceline.cli.go_on import check_begun, find_end, is_begun, is_reported, tell_finished
+    with without_collections():
+        from paceline.cli.go_on import check_begun, find_end, is_begun, is_reported, tell_finished
     from paceline.cli.prepare import (
         changes_run,
         make_resumed,

@@ -9,8 +9,7 @@ from typing import Literal
 
 from paceline.launch.signals import STOP_SIGNALS
 
-# torch imports its compiler with the first optimizer.
-_PRELOADED = ["paceline.launch.worker", "paceline.launch.workforce", "torch._dynamo"]
+_PRELOADED = ["paceline.launch.preloaded"]
 
 START_METHOD: Literal["forkserver", "spawn"] = "forkserver" if sys.platform == "linux" else "spawn"
 """Start method of workers: forks of torch are safe on Linux only."""

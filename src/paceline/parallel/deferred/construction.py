@@ -104,8 +104,9 @@ def defer(build: Callable[[], nn.Module]) -> tuple[nn.Module, Construction]:
     """
     state = GENERATOR.get_state()
     recording = Recording(is_generator_held=_is_generator_held())
-    was_frozen = gc.get_freeze_count() > 0  # in workers that were forked
-    gc.freeze()  # what was there before need not be looked through for tensors of the construction
+    freezes = not gc.get_freeze_count()  # else what was imported is passed over already
+    if freezes:
+        gc.freeze()  # what was there before need not be looked through for tensors of the construction
     try:
         return _record(recording, build)
     except BaseException as error:
@@ -123,7 +124,7 @@ def defer(build: Callable[[], nn.Module]) -> tuple[nn.Module, Construction]:
             ) from error
         raise
     finally:
-        if not was_frozen:
+        if freezes:
             gc.unfreeze()
 
 
