@@ -14,6 +14,7 @@ from paceline.comm.local_group import LocalGroup
 from paceline.errors import SettingsError
 from paceline.parallel.mesh import Mesh
 from paceline.parallel.pipeline import ORDERS, Pipeline, PipelineSettings, list_layers
+from paceline.parallel.pipeline.absent import find_missing
 from paceline.parallel.pipeline.costs import FLOPS, cut, estimate, measure
 from paceline.parallel.pipeline.layers import AbsentModule, PipelineLayer, find_owned, keep_only
 from paceline.registry import explain
@@ -192,6 +193,19 @@ def test_what_a_rank_does_not_hold_leaves_the_model_and_the_rest_keeps_its_names
     assert isinstance(model.layers[0], AbsentModule)
     with pytest.raises(SettingsError, match="must be run by its pipeline"):
         model.layers[0](torch.zeros(1))
+
+
+def test_an_absent_list_has_items_without_values_or_says_that_it_is_elsewhere() -> None:
+    layers = nn.ModuleList(nn.Linear(2, 2) for _ in range(3))
+    absent = AbsentModule(layers, "layers")
+    assert len(absent) == 3
+    assert [one is layers[i] for i, one in enumerate(absent)] == [True] * 3
+    assert absent[1].weight.isnan().all()
+    assert find_missing([absent[1].weight]) == "layers.1.weight, which only another stage has"
+    for ask in (len, iter, lambda one: one[0], lambda one: 0 in one):
+        with pytest.raises(SettingsError, match="asks for items of layers, which is on another rank; name what"):
+            ask(AbsentModule(None, "layers"))
+    assert AbsentModule(None, "layers")
 
 
 def test_costs_put_the_cut_where_the_work_is() -> None:

@@ -1,6 +1,8 @@
 """Which sharded parameters a step used, and whether the sum of their gradients was finite."""
 
+import zlib
 from collections.abc import Sequence
+from itertools import zip_longest
 from typing import Any, NamedTuple
 
 import torch
@@ -8,7 +10,11 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from paceline.comm.group import Group
+from paceline.errors import MismatchError
 from paceline.parallel.reduce_scatter import CodedReduceScatter
+
+_NUM_HASHES = 1 << 16
+"""Number of values that an order of blocks may have: so few that sums of their squares are exact."""
 
 
 class UseOfStep(NamedTuple):
@@ -27,6 +33,9 @@ class GradientUse:
 
     Ranks that share parameters sum zeros for those that none of them used, so that a gradient of zeros does not tell;
     weight decay and momentum would move what stays as it is in all other layouts.
+
+    Also notes the blocks that forward gathers, in their order: ranks that gather others of the same size at a time mix
+    their parameters, and then wait for ever in backward.
 
     On the wire: an all-reduce of 4 bytes for each parameter a step, and another among replicas, in host memory. With
     a codec two numbers more, for which the host waits once.
@@ -51,9 +60,12 @@ class GradientUse:
         self._reduce_scatter = reduce_scatter
         self._used: set[str] = set()
         self._hooked: set[str] = set()
+        self._gathered: list[str] = []
+        """Names of the blocks that the step's forward passes gathered, in their order."""
         for name, parameter in module.named_parameters():
             if name in self._places and not parameter.dim():  # every rank has all of it
                 parameter.register_post_accumulate_grad_hook(self._make_hook(name))
+        self._blocks = {id(block): name for name, block in module.named_modules()}
         for block in {block for part in parts for block in part.modules() if isinstance(block, FSDPModule)}:
             block.register_forward_pre_hook(self._watch)
 
@@ -64,6 +76,7 @@ class GradientUse:
             replicas: Ranks over which the step sums the gradients of this rank's shard.
             others: Ranks with other parts of its matrices, which must know too of what is not finite.
         """
+        self._gathered.clear()
         used = torch.zeros(len(self._places))
         used[[self._places[name] for name in self._used]] = 1.0
         self._used = set()
@@ -80,10 +93,39 @@ class GradientUse:
         num_non_finite, num_overflown = flags.tolist()
         return UseOfStep(unused, int(num_non_finite), int(num_overflown))
 
+    def order(self) -> tuple[float, float]:
+        """Return a hash of the blocks that the step's forward passes gathered, in their order, and its square."""
+        found = float(zlib.crc32("\n".join(self._gathered).encode()) % _NUM_HASHES)
+        return found, found**2
+
+    def check_order(self, sums: Sequence[float], group: Group) -> None:
+        """Check that all ranks of a group gathered the same blocks.
+
+        Args:
+            sums: Sums over the group of what `order` returned.
+            group: Ranks that must gather the same.
+
+        Raises:
+            MismatchError: Ranks gathered different blocks; the message names the first of them.
+        """
+        if group.size * sums[1] == sums[0] ** 2:  # only of equal numbers
+            return
+        orders = group.gather_documents(self._gathered, name="blocks that were gathered")
+        rank, other = next((rank, other) for rank, other in enumerate(orders) if other != orders[0])
+        pairs = list(zip_longest(orders[0], other, fillvalue="no more"))
+        number = next(number for number, (one, two) in enumerate(pairs) if one != two)
+        raise MismatchError(
+            f"ranks that share parameters must gather the same blocks, but gather {number} of a step was of "
+            f"{pairs[number][0]} on rank {group.names[0]} and of {pairs[number][1]} on rank {group.names[rank]}, since "
+            "the model chooses blocks by its samples; give parallelize a sample, on which choices are found, let every "
+            "rank call all of them (times 0 where not chosen), or set Layout(zero_stage=1)"
+        )
+
     def _watch(self, module: nn.Module, inputs: Any) -> None:
         """Watch the gathered parameters of a block, which torch makes in its first forward and then keeps."""
         if not isinstance(module, FSDPModule) or not torch.is_grad_enabled():
             return
+        self._gathered.append(self._blocks.get(id(module), "") or "the model itself")
         for group in module._get_fsdp_state()._fsdp_param_groups:
             for held in group.fsdp_params:
                 name = self._names.get(id(held.sharded_param))

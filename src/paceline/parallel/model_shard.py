@@ -166,15 +166,24 @@ class ModelShard:
             weight: Weight of this rank's samples.
             loss: Sum of their losses, each times its weight; 0-dim.
             stop: Whether this rank was asked to stop.
+
+        Raises:
+            MismatchError: Ranks that share parameters gathered different blocks of them.
         """
         if self.model_parallel_group.size == 1:
             return weight, loss, stop
-        values = torch.zeros(3, dtype=torch.float64, device=self.world.device)
+        values = torch.zeros(5, dtype=torch.float64, device=self.world.device)
         if self.counts_loss:
             values[0], values[1] = weight, loss
         values[2] = float(stop)
+        is_read = self.pipeline is None and self.world.device.type == "cpu"
+        use: GradientUse | None = self._use if is_read else None
+        if use is not None:  # on a GPU the host would wait for the sums
+            values[3:] = torch.tensor(use.order(), dtype=torch.float64)
         self.sum_over_model_parallel(values, "step of a worker")
         if self.world.device.type == "cpu":
+            if use is not None:
+                use.check_order(values[3:].tolist(), self.model_parallel_group)
             return float(values[0]), values[1], bool(values[2])
         return values[0], values[1], values[2] > 0
 

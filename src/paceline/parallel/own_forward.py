@@ -11,7 +11,8 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
-_CALLS = {nn.Module._call_impl.__code__, nn.Module._wrapped_call_impl.__code__}
+CALLS = {nn.Module._call_impl.__code__, nn.Module._wrapped_call_impl.__code__}
+"""Code of the calls of modules."""
 _split: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 _running: list[int] = []
 
@@ -37,7 +38,7 @@ def is_in_forward() -> bool:
         return True
     frame = sys._getframe(1)
     while frame is not None:
-        if frame.f_code in _CALLS and frame.f_locals["self"] in _split:
+        if frame.f_code in CALLS and frame.f_locals["self"] in _split:
             return True
         frame = frame.f_back  # type: ignore[assignment]
     return False

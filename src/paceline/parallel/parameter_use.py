@@ -13,9 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_leaves
 
 from paceline.errors import SettingsError
-from paceline.parallel.own_forward import running_forward
+from paceline.parallel.own_forward import CALLS, running_forward
 from paceline.topology.layout import Layout
 
 _MAX_FORWARDS = 1024
@@ -36,6 +37,7 @@ class ParameterUse:
 
     def __init__(self, module: nn.Module, layout: Layout) -> None:
         self._names = {id(p): name for name, p in module.named_parameters() if isinstance(p, DTensor)}
+        self._modules = {id(part): name for name, part in module.named_modules()}
         self._layout = layout
         self._forwards: deque[tuple[int, int]] = deque(maxlen=_MAX_FORWARDS)
 
@@ -80,13 +82,20 @@ class ParameterUse:
         """Return what an error of torch means that comes from a parameter of which this rank has a part, or None."""
         if not isinstance(error, RuntimeError) or not any(part in str(error) for part in _MIXED):
             return None
-        trace = error.__traceback__
-        used = ""
+        trace, used, reader, seen = error.__traceback__, "", None, False
         while trace is not None:
-            tensors = [value for value in trace.tb_frame.f_locals.values() if isinstance(value, DTensor)]
-            used = next(filter(None, map(self._find_name, tensors)), used)
+            values = trace.tb_frame.f_locals
+            if trace.tb_frame.f_code in CALLS and id(values["self"]) in self._modules:
+                reader = self._modules[id(values["self"])]  # the innermost, so far
+            tensors = [value for value in tree_leaves(list(values.values())) if isinstance(value, DTensor)]
+            used, seen = next(filter(None, map(self._find_name, tensors)), used), seen or bool(tensors)
             trace = trace.tb_next
-        return self._refuse(f"combines {used or 'parameters'} with tensors of its own")
+        if seen and not used:
+            return None  # of DTensors that are no parameters of this model
+        if reader is None:
+            return self._refuse(f"combines {used or 'parameters'} with tensors of its own")
+        inside = (name for name in self._names.values() if name.startswith(f"{reader}." if reader else ""))
+        return self._refuse_model(reader, used or next(inside, "parameters"))
 
     def _list_operations(self, loss: Tensor, first: int | None) -> set[Any]:
         """Return the operations of a loss, and leaves that they use: outside of forward passes, unless `first` is None.
@@ -121,19 +130,36 @@ class ParameterUse:
         variables = (getattr(node, "variable", None) for node in self._list_operations(tensor, 0))
         return next((self._names[id(variable)] for variable in variables if id(variable) in self._names), "")
 
+    def _refuse_model(self, reader: str, used: str) -> SettingsError:
+        """Return the refusal of a forward that uses a parameter of another module, of which it sees a part."""
+        axis, size, advice = self._find_axis()
+        if axis == "sharded":
+            advice = f"give parallelize a sample, on which such uses are found, or {advice}"
+        else:
+            advice = f"leave the module of {used} whole in tensor_plan, or set Layout({axis}=1)"
+        where = f"{reader}.forward" if reader else "the model's forward"
+        return SettingsError(
+            f"forward must read parameters inside their own modules for {axis}({size}), where each rank has parts of "
+            f"them, but {where} combines {used} with other tensors; {advice}"
+        )
+
     def _refuse(self, what: str) -> SettingsError:
-        layout = self._layout
-        sizes = {"tensor": layout.tensor, "expert": layout.expert, "sharded": layout.sharded}
-        axis, size = next((axis, size) for axis, size in sizes.items() if size > 1)
-        advice = f"set Layout({axis}=1)"
-        if axis == "tensor":
-            advice = "write parameter.full_tensor() there, or set Layout(tensor=1)"
-        elif axis == "sharded":
-            advice = "set Layout(zero_stage=1)"
+        axis, size, advice = self._find_axis()
         return SettingsError(
             f"a loss must be computed from the model's output for {axis}({size}), where each rank has parts of "
             f"parameters, but it {what}; leave penalties on parameters to the optimizer (weight_decay), or {advice}"
         )
+
+    def _find_axis(self) -> tuple[str, int, str]:
+        """Return the axis that divides parameters, its size, and what to do instead."""
+        layout = self._layout
+        sizes = {"tensor": layout.tensor, "expert": layout.expert, "sharded": layout.sharded}
+        axis, size = next((axis, size) for axis, size in sizes.items() if size > 1)
+        advice = {
+            "tensor": "write parameter.full_tensor() there, or set Layout(tensor=1)",
+            "sharded": "set Layout(zero_stage=1)",
+        }
+        return axis, size, advice.get(axis, f"set Layout({axis}=1)")
 
 
 def next_operation() -> int:

@@ -178,11 +178,42 @@ class AbsentModule(nn.Module):
             for name, tensor in tensors.items():
                 object.__setattr__(part, name, None if tensor is None else _make_ghost(tensor, f"{prefix}.{name}"))
         self._original = (original,)  # in a tuple: it is no submodule of this one
+        self._place = place
 
     def __getattr__(self, name: str) -> Any:
         """Return an attribute of the absent module, such as a dtype that forwards around it ask for."""
         (original,) = self.__dict__.get("_original", (None,))
         return getattr(original, name) if original is not None else super().__getattr__(name)
+
+    def __getitem__(self, key: Any) -> Any:
+        """Return an item of an absent list, whose tensors have no values."""
+        return self._find_list()[key]
+
+    def __iter__(self) -> Iterator[Any]:
+        """Return an iterator over the items of an absent list."""
+        return iter(self._find_list())
+
+    def __len__(self) -> int:
+        """Return the number of items of an absent list."""
+        return len(self._find_list())
+
+    def __contains__(self, item: Any) -> bool:
+        """Return whether an absent list or dict has an item."""
+        return item in self._find_list()
+
+    def __bool__(self) -> bool:
+        """Return that there is something: what has no tensors is never absent."""
+        return True
+
+    def _find_list(self) -> Any:
+        (original,) = self.__dict__["_original"]
+        if original is None:
+            raise SettingsError(
+                f"a stage of a pipeline must use what it has, but the model asks for items of {self._place}, "
+                "which is on another rank; name what each layer uses in pipeline_layers, or set Layout(pipeline=1) "
+                "(--layout.pipeline 1)"
+            )
+        return original
 
     def named_modules(self, memo: Any = None, prefix: str = "", remove_duplicate: bool = True) -> Any:
         """Return this module, unless a loss asks for it."""
