@@ -20,6 +20,7 @@ from torch.nn.utils import parametrizations
 from paceline.comm import join
 from paceline.memory import StorageTracker
 from paceline.parallel import UndeferrableError, defer, parallelize
+from paceline.parallel.deferred import construction
 from paceline.parallel.deferred.generator import skip
 from paceline.parallel.deferred.proof import Prover
 from paceline.parallel.local import local, local_slice
@@ -475,3 +476,11 @@ def test_each_rank_makes_its_part_of_the_whole_construction(num_ranks: int) -> N
     for result in run_processes(num_ranks, build_parts, {"layouts": LAYOUTS[num_ranks]}):
         assert result.exit_code == 0, result.output
         assert result.value == [[]] * len(LAYOUTS[num_ranks]), result.rank
+
+
+def test_the_generator_is_held_only_by_code_beside_torch_and_this_package() -> None:
+    assert not construction._is_generator_held()
+
+    holder = [torch.default_generator]
+    assert construction._is_generator_held()
+    del holder

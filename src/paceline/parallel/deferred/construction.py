@@ -130,9 +130,10 @@ def defer(build: Callable[[], nn.Module]) -> tuple[nn.Module, Construction]:
 
 def _is_generator_held() -> bool:
     """Whether other code than torch holds torch's generator, and may ask it for its state at any time."""
-    names = {"torch", "torch._C", "torch.random", "torch.utils.data.dataset", skip.__module__}
+    names = {"torch", "torch._C", "torch.random", "torch.utils.data.dataset"}
+    ours = f"{skip.__module__.rpartition('.')[0]}."
     return any(
-        not (isinstance(one, dict) and one.get("__name__") in names)
+        not (isinstance(one, dict) and ((name := str(one.get("__name__"))) in names or name.startswith(ours)))
         for one in gc.get_referrers(GENERATOR)
         if not isinstance(one, BuiltinMethodType)  # Dynamo's list of them
     )

@@ -16,6 +16,7 @@ from torch import Tensor
 GENERATOR = torch.default_generator
 """Torch's generator itself, also while code that builds a model is given something in its place."""
 _NUM_WORDS, _MIDDLE, _WORD_BITS, _LOWER_BITS, _TWIST = 624, 397, 32, 31, 0x9908B0DF
+_LOWER = (1 << _LOWER_BITS) - 1
 _DEGREE = _NUM_WORDS * _WORD_BITS - _LOWER_BITS
 _LEFT, _NEXT, KEY = slice(8, 12), slice(16, 24), slice(24, 24 + 8 * _NUM_WORDS)
 """Places in the state that torch returns: words left in the block, the next word, and the block."""
@@ -75,10 +76,7 @@ def _advance(key: NDArray[np.uint32], num_blocks: int) -> NDArray[np.uint32]:
     """Return the block of words that comes `num_blocks` later."""
     if num_blocks <= _MAX_DRAWN:
         return _draw_blocks(key, num_blocks)
-    sequence = [key]
-    while len(sequence) * _NUM_WORDS < _DEGREE + 2 * _NUM_WORDS:
-        sequence.append(_draw_blocks(sequence[-1], 1))
-    sums = _sum_shifts(np.concatenate(sequence))
+    sums = _sum_shifts(_list_words(key, _DEGREE // _NUM_WORDS + 3))
     windows = np.lib.stride_tricks.sliding_window_view(sums.reshape(-1), _NUM_WORDS)
     digits = np.packbits(_coefficients(_power(_NUM_WORDS * num_blocks)), bitorder="little")
     nibbles = np.stack([digits & 15, digits >> 4], 1).reshape(-1).astype(np.int64)
@@ -97,6 +95,20 @@ def _sum_shifts(words: NDArray[np.uint32]) -> NDArray[np.uint32]:
         highest = chosen.bit_length() - 1
         sums[chosen] = sums[chosen ^ (1 << highest)] ^ shifted[highest]
     return sums
+
+
+def _list_words(key: NDArray[np.uint32], num_blocks: int) -> NDArray[np.uint32]:
+    """Return the words of a block and of those after it, stepping as many words at once as need none of each other."""
+    words = np.empty(num_blocks * _NUM_WORDS, dtype=np.uint32)
+    words[:_NUM_WORDS] = key
+    for begin in range(_NUM_WORDS, len(words), _NUM_WORDS - _MIDDLE):
+        end = min(begin + _NUM_WORDS - _MIDDLE, len(words))
+        first = begin - _NUM_WORDS
+        low = words[first + 1 : end - _NUM_WORDS + 1]
+        mixed = (words[first : end - _NUM_WORDS] & np.uint32(1 << _LOWER_BITS)) | (low & np.uint32(_LOWER))
+        twisted = (mixed >> 1) ^ (low & 1) * np.uint32(_TWIST)
+        words[begin:end] = words[first + _MIDDLE : end - _NUM_WORDS + _MIDDLE] ^ twisted
+    return words
 
 
 def _draw_blocks(key: NDArray[np.uint32], num_blocks: int) -> NDArray[np.uint32]:
