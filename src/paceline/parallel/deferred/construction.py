@@ -134,9 +134,21 @@ def _is_generator_held() -> bool:
     ours = f"{skip.__module__.rpartition('.')[0]}."
     return any(
         not (isinstance(one, dict) and ((name := str(one.get("__name__"))) in names or name.startswith(ours)))
-        for one in gc.get_referrers(GENERATOR)
+        for one in _list_referrers(GENERATOR)
         if not isinstance(one, BuiltinMethodType)  # Dynamo's list of them
     )
+
+
+def _list_referrers(wanted: object) -> list[object]:
+    """Return the objects that refer to one, also those that collections of garbage pass over."""
+    is_frozen = gc.get_freeze_count() > 0
+    if is_frozen:
+        gc.unfreeze()
+    try:
+        return gc.get_referrers(wanted)
+    finally:
+        if is_frozen:
+            gc.freeze()
 
 
 def _record(recording: Recording, build: Callable[[], nn.Module]) -> tuple[nn.Module, Construction]:
