@@ -5,8 +5,17 @@ import threading
 import pytest
 
 import plain_functions as mine
-from paceline.monitor.events import Evaluated, Event, Preempted, RunFinished, RunStarted, StepFinished, StoppedEarly
-from paceline.monitor.reader import read_log
+from paceline.monitor.events import (
+    Evaluated,
+    Event,
+    Failed,
+    Preempted,
+    RunFinished,
+    RunStarted,
+    StepFinished,
+    StoppedEarly,
+)
+from paceline.monitor.reader import read_log, select
 from paceline.training import Callback, Run
 from plain_functions import losses_of, make_points_run, make_run, parameters_of, read, train_here
 
@@ -97,3 +106,21 @@ def raise_at(event, training):
 def test_an_error_of_a_callback_ends_the_run(tmp_path):
     with pytest.raises(ZeroDivisionError, match="mine"):
         train_here(make_run(callbacks=raise_at), tmp_path)
+
+
+def fail_at_start(event, training):
+    if isinstance(event, RunStarted):
+        raise ZeroDivisionError("mine")
+
+
+def fail_at_a_step(event, training):
+    if isinstance(event, StepFinished) and training.step == 3:
+        raise ZeroDivisionError("mine")
+
+
+@pytest.mark.parametrize(("fail", "step"), [(fail_at_start, -1), (fail_at_a_step, 3)])
+def test_a_failure_is_logged_at_its_step_and_at_none_before_the_first(tmp_path, fail, step):
+    with pytest.raises(ZeroDivisionError):
+        train_here(make_run(callbacks=fail), tmp_path, 1)
+    (failed,) = select(read_log(tmp_path / "events.jsonl"), Failed)
+    assert failed.step == step

@@ -314,7 +314,7 @@ class TorchGroup(Group):
         waited_s = time.monotonic() - began_s
         if not is_lost_peer(error):
             return SettingsError(
-                f"{where} must be one that the backend can do, but it says {_first_line(error)!r}; "
+                f"{where} must be one that the backend can do, but it says {first_sentence(error)!r}; "
                 "use another dtype or device"
             )
         # The backend's destructor would wait for the failed operation, a minute and more: it never runs.
@@ -331,11 +331,11 @@ class TorchGroup(Group):
             return PeerTimeoutError(f"{where} must finish within {self.timeout_s:g} s, but did not: {others}")
         self._disconnect()
         if self.is_supervised:
-            return CommunicationError(f"{where} lost a peer (the backend says: {_first_line(error)})")
+            return CommunicationError(f"{where} lost a peer (the backend says: {first_sentence(error)})")
         others = self._board.describe_others(sequence)
         if mismatch := self._board.find_mismatch():
             return MismatchError(mismatch)
-        return CommunicationError(f"{where} lost its peers: {others} (the backend says: {_first_line(error)})")
+        return CommunicationError(f"{where} lost its peers: {others} (the backend says: {first_sentence(error)})")
 
     def _disconnect(self) -> None:
         """Close all connections, which ends every operation under way here and at the peers.
@@ -384,7 +384,8 @@ def is_lost_peer(error: RuntimeError) -> bool:
     return any(word in str(error).lower() for word in _NETWORK_WORDS)
 
 
-def _first_line(error: RuntimeError) -> str:
+def first_sentence(error: BaseException) -> str:
+    """Return the first sentence of what a backend says, without its place in the backend's source."""
     return str(error).splitlines()[0].split("] ")[-1].split(". ")[0]
 
 

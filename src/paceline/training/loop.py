@@ -88,7 +88,7 @@ def train(
     Returns:
         True when the last step is done, False when a signal ended it before.
     """
-    training = None
+    training = layout = None
     try:
         if member is not None and not run.layout.is_plain:
             layout = LayoutMember(run, directory, group, log, recipe, member)
@@ -107,7 +107,8 @@ def train(
     except Evicted:
         raise
     except (Exception, SystemExit) as error:  # code of the user's may call sys.exit
-        log_failure(log, error, step=training.step if training else -1)
+        failed = layout.training if layout is not None else training
+        log_failure(log, error, step=failed.step if failed is not None and failed.began_s else -1)
         raise
     finally:
         if training is not None:

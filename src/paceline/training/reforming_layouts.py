@@ -15,7 +15,7 @@ from typing import Any
 from paceline.checkpoint import SavedState
 from paceline.comm.group import Group
 from paceline.comm.membership import Membership
-from paceline.comm.torch_group import is_lost_peer
+from paceline.comm.torch_group import first_sentence, is_lost_peer
 from paceline.elastic.facts import View
 from paceline.elastic.member import Member
 from paceline.errors import CommunicationError, PacelineError, PeerTimeoutError
@@ -194,7 +194,7 @@ class LayoutMember:
             return error
         # Whatever torch says of connections that were closed under it.
         if self._member.is_broken(view.epoch, _KNOWN_WITHIN_S):
-            return CommunicationError(f"a worker of epoch {view.epoch} was lost: {str(error).splitlines()[0]}")
+            return CommunicationError(f"a worker of epoch {view.epoch} was lost: {first_sentence(error)}")
         if not isinstance(error, CommunicationError) and not is_lost_peer(error):
             raise error
         mesh = session.replica.shard.mesh if session is not None else None
