@@ -17,6 +17,7 @@ from paceline.data.formats import FORMATS
 from paceline.data.formats import prepare as prepare_module
 from paceline.data.formats.check import check_data
 from paceline.data.formats.prepare import plan_shards, prepare
+from paceline.data.formats.source import NoIndexWarning
 from paceline.errors import DataError, SettingsError
 
 WRITTEN = sorted(FORMATS.keys() - {"tokens", "text"})
@@ -227,6 +228,16 @@ def is_running(pid):
             return file.read().rpartition(")")[2].split()[0] != "Z"
     except FileNotFoundError:
         return False
+
+
+def test_check_names_files_that_are_images_by_their_names_alone(tmp_path):
+    for number, sample in enumerate(make_images(4)):
+        path = tmp_path / f"class{number % 2}" / f"{number}.png"
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes(sample["image"] if number != 2 else b"no image")
+    with pytest.warns(NoIndexWarning):
+        (found,) = check_data(FileSource(tmp_path)).unreadable
+    assert found[1].startswith("class0/2: image must be a whole image, but got: it begins like no image")
 
 
 def test_check_finds_what_is_there_and_what_is_wrong(tmp_path):

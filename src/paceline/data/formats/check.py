@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from blake3 import blake3
 
-from paceline.data.formats.leaves import KEY, Sample, encode_leaves, find_image_type
+from paceline.data.formats.leaves import KEY, Sample, encode_leaves, is_image
 from paceline.data.formats.manifest import BLOCK_BYTES
 from paceline.data.formats.parallel import map_in_processes
 from paceline.data.formats.source import FileSource
@@ -120,11 +120,11 @@ def _look_at(sample: Sample, index: int, found: Found) -> None:
         elif isinstance(value, str | np.ndarray | list):
             is_scalar = isinstance(value, np.ndarray) and not value.ndim
             found.lengths.setdefault(leaf, []).append(1 if is_scalar else len(value))
-        elif find_image_type(value):
+        elif isinstance(value, bytes) and is_image(value):
             try:
                 decode_image(value, name=leaf)
             except DataError as error:
-                found.unreadable.append((index, str(error)))
+                found.unreadable.append((index, f"{sample[KEY]}: {error}" if KEY in sample else str(error)))
 
 
 def _check_file(source: FileSource, number: int) -> list[str]:
