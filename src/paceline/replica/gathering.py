@@ -1,25 +1,29 @@
 """Transfer of tensors between the ranks that hold slices of them and rank 0, which writes and reads checkpoints.
 
-All transfers go through host memory, one tensor at a time.
+All transfers go through host memory, a few tensors at a time.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Size, Tensor
 from torch.distributed.tensor import DTensor
 
 from paceline.checkpoint import SavedState, TensorBlock
-from paceline.comm.group import Group
+from paceline.comm.group import Group, Work
 from paceline.compression.codec import ADDED, RESIDUALS, merge_states
 from paceline.errors import CheckpointError, CommunicationError
 from paceline.parallel.local import fused_parts, local, local_slice
 
 FORMAT = 2
 """Version of the tensors' names and of the document; the files have a format version of their own."""
+_UNDER_WAY_BYTES = 4 * 2**20
+"""Bytes of a rank's messages beyond which it waits for those that are under way."""
+
+Key = TypeVar("Key")
 
 
 class Slice(NamedTuple):
@@ -97,17 +101,23 @@ def gather(mine: Mapping[str, Tensor], group: Group) -> dict[str, Tensor]:
     offers = _exchange({name: Slice.of(tensor) for name, tensor in mine.items()}, group, "slices of the state")
     group = group.on_cpu()
     gathered: dict[str, Tensor] = {}
+    messages = _Messages[tuple[str, Slice]](group)
+
+    def assemble(arrived: Iterator[tuple[tuple[str, Slice], Tensor]]) -> None:
+        for (name, held), moved in arrived:
+            if held.is_whole:
+                gathered[name] = moved
+                continue
+            if name not in gathered:
+                gathered[name] = held.make(whole=True)
+            (block := held.cut(gathered[name])).copy_(moved.reshape(block.shape))
+
     for name, slices in offers.items():
         owners = {(held.begin, *held.shape): rank for rank, held in reversed(slices.items())}
         for rank in sorted(owners.values()):
-            held = slices[rank]
-            moved = _move(local(mine[name]).detach() if rank == group.rank else None, held, rank, 0, group)
-            if moved is not None and held.is_whole:
-                gathered[name] = moved
-            elif moved is not None:
-                if name not in gathered:
-                    gathered[name] = held.make(whole=True)
-                (block := held.cut(gathered[name])).copy_(moved.reshape(block.shape))
+            tensor = local(mine[name]).detach() if rank == group.rank else None
+            assemble(messages.move((name, slices[rank]), tensor, slices[rank], rank, 0))
+    assemble(messages.finish())
     return gathered
 
 
@@ -142,9 +152,11 @@ def scatter(
     """
     wishes = _exchange(wanted, group, "slices that are wanted")
     group = group.on_cpu()
+    messages = _Messages[str](group)
     for name, slices in wishes.items():
         whole = find(name) if find is not None and group.rank == 0 else None
         if len(slices) == group.size > 1 and all(needed.is_whole for needed in slices.values()):
+            yield from messages.finish()
             held = slices[0].make() if whole is None else whole
             if held.numel():
                 group.broadcast(_bytes_of(held), name=name).wait()
@@ -152,11 +164,9 @@ def scatter(
             continue
         for rank, needed in slices.items():
             # A copy, otherwise a slice would keep the whole tensor's memory alive.
-            moved = _move(
-                None if whole is None else needed.cut(whole).clone().reshape(needed.shape), needed, 0, rank, group
-            )
-            if moved is not None:
-                yield name, moved
+            tensor = None if whole is None else needed.cut(whole).clone().reshape(needed.shape)
+            yield from messages.move(name, tensor, needed, 0, rank)
+    yield from messages.finish()
 
 
 def trade(
@@ -184,11 +194,15 @@ def trade(
                 raise CommunicationError(f"a rank must hold {name} of rank {rank}, but none that is left does")
             sources[name, rank] = rank if rank in same else same[0]
     group = group.on_cpu()
+    messages = _Messages[tuple[str, int]](group)
+
+    def unpack(arrived: Iterator[tuple[tuple[str, int], Tensor]]) -> Iterator[tuple[str, Tensor, int]]:
+        return ((name, moved, source) for (name, source), moved in arrived)
+
     for (name, rank), source in sources.items():
         mine = held[name][1].reshape(held[name][0].shape) if group.rank == source else None
-        moved = _move(mine, wishes[name][rank], source, rank, group)
-        if moved is not None:
-            yield name, moved, source
+        yield from unpack(messages.move((name, source), mine, wishes[name][rank], source, rank))
+    yield from unpack(messages.finish())
 
 
 def read_header(checkpoint: SavedState | None, world: Group) -> tuple[dict[str, Any], dict[str, Slice]] | None:
@@ -358,18 +372,49 @@ def _exchange(mine: Mapping[str, Slice], group: Group, name: str) -> dict[str, d
     }
 
 
-def _move(tensor: Tensor | None, held: Slice, source: int, target: int, group: Group) -> Tensor | None:
-    """Return rank `source`'s tensor on rank `target`, and None elsewhere."""
-    if source == target:
-        return tensor if group.rank == target else None
-    if group.rank == source and tensor is not None and tensor.numel():
-        group.send(_bytes_of(tensor.cpu().contiguous()), target, tag=0, name="slice of the state").wait()
-    if group.rank != target:
-        return None
-    received = held.make()
-    if received.numel():
-        group.receive(_bytes_of(received), source, tag=0, name="slice of the state").wait()
-    return received
+class _Messages(Generic[Key]):
+    """Tensors on their way between pairs of ranks; every rank moves the same ones in the same order.
+
+    A message waits for nobody but its two ranks, and some are under way at once.
+
+    Args:
+        group: The ranks.
+    """
+
+    def __init__(self, group: Group) -> None:
+        self._group = group
+        self._under_way: list[Work] = []
+        self._sent: list[Tensor] = []
+        self._arriving: list[tuple[Key, Tensor]] = []
+        self._num_bytes = 0
+
+    def move(
+        self, key: Key, tensor: Tensor | None, held: Slice, source: int, target: int
+    ) -> Iterator[tuple[Key, Tensor]]:
+        """Move rank `source`'s tensor to rank `target`; yield those that have arrived here by now, with their keys."""
+        rank, group, name = self._group.rank, self._group, "slice of the state"
+        if rank == source and tensor is not None and rank != target:
+            content = _bytes_of(tensor.cpu().contiguous())
+            self._sent.append(content)
+            self._num_bytes += content.nbytes
+            if content.numel():
+                self._under_way.append(group.send(content, target, tag=0, name=name))
+        if rank == target:
+            arriving = held.make() if rank != source else tensor
+            assert arriving is not None
+            self._arriving.append((key, arriving))
+            self._num_bytes += arriving.nbytes
+            if rank != source and arriving.numel():
+                self._under_way.append(group.receive(_bytes_of(arriving), source, tag=0, name=name))
+        if self._num_bytes >= _UNDER_WAY_BYTES:
+            yield from self.finish()
+
+    def finish(self) -> Iterator[tuple[Key, Tensor]]:
+        """Wait for all that are under way, and yield those that arrive here."""
+        self._group.wait_for(self._under_way)
+        arrived = self._arriving
+        self._under_way, self._sent, self._arriving, self._num_bytes = [], [], [], 0
+        yield from arrived
 
 
 def _bytes_of(tensor: Tensor) -> Tensor:

@@ -146,6 +146,10 @@ class SharedMemoryGroup(Group):
         """Receive over the network group."""
         return self._network.receive(tensor, source, tag=tag, name=name)
 
+    def wait_for(self, works: Sequence[Work]) -> None:
+        """Wait for operations; for messages as the network group does."""
+        self._network.wait_for(works)
+
     def begin(self, name: str) -> None:
         """Record it in the network group, which sends the messages."""
         self._network.begin(name)
