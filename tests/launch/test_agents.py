@@ -60,6 +60,9 @@ class Processes:
         ended, self.ended = self.ended, []
         return ended
 
+    def read_news(self):
+        return []
+
     def signal(self, number):
         self.signals.append(number)
 
