@@ -216,8 +216,15 @@ class Supervisor:
         if isinstance(fact, LeaveAsked) and fact.within_s is not None:
             now_s = self._clock()
             self._leave_by.setdefault(fact.name, (now_s + fact.within_s, now_s + fact.within_s / 2))
-        epoch = self.coordinator.epoch
+        epoch, members = self.coordinator.epoch, self.coordinator.members
         actions = self.coordinator.handle(fact)
+        if (
+            isinstance(fact, Silent)
+            and not self.is_stopping
+            and not (fact.name in members and self._watch.has_made_step(fact.name))
+        ):  # no event may ever say that it was lost
+            started = ", ".join(action.name for action in actions if isinstance(action, StartWorker))
+            self._tell(f"{fact.reason}; it is killed{started and f', and {started} is started in its place'}")
         if self.coordinator.epoch != epoch:
             self._broken_s, self.killed = None, {}
         elif self.coordinator.is_broken and self._broken_s is None:
@@ -233,7 +240,7 @@ class Supervisor:
         match fact:
             case HostLost(host=host):
                 names = [name for name in self.coordinator.workers if host_of(name) == host]
-            case Died(name=name, end="killed"):
+            case Died(name=name, end="killed") | Silent(name=name):
                 names = [name]
             case _:
                 return
