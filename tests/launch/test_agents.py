@@ -63,6 +63,9 @@ class Processes:
     def read_news(self):
         return []
 
+    def forget(self, name):
+        pass
+
     def signal(self, number):
         self.signals.append(number)
 

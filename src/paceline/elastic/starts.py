@@ -14,8 +14,8 @@ _FACTOR = 4
 """Factor of the longest stage of this run after which one takes too long, and by which people are told less often."""
 _ELSEWHERE_FACTOR = 5
 """Factor of all times on a machine from which no stage is known, or of builds before any is known."""
-_TELL_S = 45.0
-"""Longest time of a start after which people are told who has not begun."""
+_TELL_S, _TELL_FIRST_S = 20.0, 45.0
+"""Least times of a stage after which people are told of it, with and without one that others have ended."""
 
 
 @dataclass
@@ -81,10 +81,12 @@ class StartWatch:
     def find_untold(self, now_s: float) -> Iterator[str]:
         """Yield workers whose stage takes so long that people are to be told, in time for what may follow."""
         for name, begun in self.begun.items():
-            tell_s, longest_s = min(_TELL_S, 0.75 * self._least_s), self.find_longest(begun.stage)
+            longest_s = self.find_longest(begun.stage)
             if longest_s is not None:
-                tell_s = max(tell_s, 2 * longest_s)
-            elif begun.stage == "build":
+                tell_s = max(min(_TELL_S, 0.75 * self._least_s), 2 * longest_s)
+            elif begun.stage == "start":
+                tell_s = min(_TELL_FIRST_S, 0.75 * self._least_s)
+            else:
                 tell_s = _ELSEWHERE_FACTOR * self._least_s
             if now_s - begun.since_s >= max(tell_s, begun.tell_s):
                 yield name
