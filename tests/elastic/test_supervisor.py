@@ -110,6 +110,23 @@ def test_a_worker_that_hangs_by_the_verdict_of_another_is_killed_though_it_beats
     assert read_journal(tmp_path / "journal").view == supervisor.coordinator.view
 
 
+def test_who_builds_alone_and_does_not_end_is_replaced_alone_and_people_are_told(tmp_path):
+    told = []
+
+    def script(member):
+        if member.name == "w1":
+            time.sleep(30)
+        member.next_view(20)
+        return "done"
+
+    options = {"patience": Patience(standstill_s=2.0), "tell_standstill": told.append}
+    supervisor, workforce = supervise(tmp_path, MembershipSettings(2), script, **options)
+    assert (workforce.killed, workforce.num_restarts) == (["w1"], 0)
+    assert supervisor.coordinator.view.names == ("w0", "w1.2")
+    assert told[-1].startswith("w1 has been building for ")
+    assert told[-1].endswith("; it is killed, and w1.2 is started in its place")
+
+
 @pytest.mark.parametrize(
     ("phase", "waits", "is_killed"), [(b"forward", {}, True), (b"save", {}, False), (b"reduce", {1: 1}, False)]
 )

@@ -60,6 +60,12 @@ class Processes:
         ended, self.ended = self.ended, []
         return ended
 
+    def read_news(self):
+        return []
+
+    def forget(self, name):
+        pass
+
     def signal(self, number):
         self.signals.append(number)
 

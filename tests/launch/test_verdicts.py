@@ -163,7 +163,7 @@ def test_the_last_line_of_a_hang_names_who_hangs(tmp_path, run_here, monkeypatch
     assert done.returncode == 1, done.stdout + done.stderr
     failed = select(read_log(tmp_path / "run" / "events.jsonl"), Failed)[-1]
     assert failed.rank == -1
-    reason = "rank 0: w1 stands still: no sign of life for"
+    reason = "w1 stands still: no sign of life for"
     assert f"gave up after 0 restarts without progress: {reason}" in failed.event.message
 
 

@@ -4,9 +4,13 @@ import os
 import signal
 import sys
 import time
+from dataclasses import replace
+
+import pytest
 
 from paceline.comm.control import ControlAccess
-from paceline.launch import workforce
+from paceline.launch import forking, workforce
+from paceline.launch.process_record import ProcessRecord
 from paceline.launch.workforce import LocalWorkforce
 
 
@@ -84,3 +88,65 @@ def test_who_does_not_end_in_time_is_killed(tmp_path, monkeypatch):
     assert not force.ended.failures, "it did not fail by itself"
     force.begin_again()
     assert not force.ended.exit_codes
+
+
+def obey(directory, epoch, name):
+    record = ProcessRecord.of_this_process(0)
+    record.save(directory / "workers" / f"{name}.process")
+    (directory / f"{name}.is_here").touch()
+    while not (directory / f"{name}.ends").exists():
+        time.sleep(0.01)
+    replace(record, code=75).save(directory / "workers" / f"{name}.process")
+    os._exit(75)
+
+
+def wait_for(path):
+    deadline_s = time.monotonic() + 60
+    while not path.exists():
+        assert time.monotonic() < deadline_s
+        time.sleep(0.01)
+
+
+@pytest.fixture
+def bereft(tmp_path):
+    """Two workers that the process which they were forked from has left."""
+    (tmp_path / "workers").mkdir()
+    force = LocalWorkforce(obey, tmp_path, 2, ControlAccess("127.0.0.1", 1, bytes(32)))
+    for slot in range(2):
+        force.start(f"w{slot}", slot, epoch=0)
+        wait_for(tmp_path / f"w{slot}.is_here")
+    assert force.read_news() == []
+    server = forking.find_server()
+    os.kill(server, signal.SIGKILL)
+    deadline_s = time.monotonic() + 20
+    while not (news := force.read_news()):
+        assert force.wait(0.05) == []
+        assert time.monotonic() < deadline_s
+    assert news == [
+        f"the process that workers are forked from (multiprocessing.forkserver, pid {server}) was killed by SIGKILL; "
+        "another one is started, and w0, w1 train on"
+    ]
+    yield force
+    force.kill_all()
+
+
+def test_workers_outlive_the_process_that_they_were_forked_from(tmp_path, bereft):
+    assert bereft.wait(0.05) == []
+    (tmp_path / "w0.ends").touch()
+    while not (found := bereft.wait(5)):
+        pass
+    assert found == [("w0", "done", "w0 exited with code 75")]
+    bereft.kill("w1")
+    while not (found := bereft.wait(5)):
+        pass
+    assert found == [("w1", "killed", "w1 was killed by SIGKILL")]
+
+
+@pytest.mark.slow
+def test_new_workers_are_forked_from_another_process_then(tmp_path, bereft):
+    bereft.start("w0.2", 0, epoch=1)
+    (tmp_path / "w0.2.ends").touch()
+    while not (found := bereft.wait(5)):
+        pass
+    assert found == [("w0.2", "done", "w0.2 exited with code 75")]
+    assert bereft.read_news() == []

@@ -18,9 +18,10 @@ from torch.distributed import PrefixStore, Store
 
 from paceline.comm.control import ControlError, store_of_epoch
 from paceline.comm.group import Group, note_joined
+from paceline.comm.hang_watch import UNJUDGED
 from paceline.comm.join import Transport, open_group
 from paceline.comm.local_group import LocalGroup
-from paceline.comm.progress import PROGRESS
+from paceline.comm.progress import PROGRESS, Position
 from paceline.comm.threads import start_thread
 from paceline.elastic.facts import View
 from paceline.errors import CommunicationError, PacelineError
@@ -124,6 +125,8 @@ class Status:
     """Phase of the step that it is in; empty before the first."""
     waits: bool = False
     """Whether the worker waits for others in an operation."""
+    is_building: bool = False
+    """Whether the worker builds what it trains, or has made no step yet among the workers that it belongs to."""
 
 
 class StoreMember(Member):
@@ -161,6 +164,8 @@ class StoreMember(Member):
         self._on_broken: dict[int, Callable[[], None]] = {}
         """Function to call when an epoch is found broken, by epoch."""
         self._is_leaving = False
+        self._joined = (-1, 0.0)
+        """Step of the training loop when this worker joined its epoch, and the time of that."""
         self._lock = RLock()
         self._closed = Event()
         self._lateness = Lateness()
@@ -230,6 +235,7 @@ class StoreMember(Member):
         except RuntimeError as error:
             raise CommunicationError(f"worker {self.name} could not join epoch {view.epoch}: {error}") from error
         note_joined(group)
+        self._joined = (PROGRESS.read().step, time.monotonic())
         self._say(phase="training", step=view.step)
         return group
 
@@ -283,10 +289,18 @@ class StoreMember(Member):
             place = f"is in phase {position.phase} of step {position.step}" if position.phase else ""
             still_s, late_s, waits = time.monotonic() - position.since_s, self._lateness.late_s, bool(PROGRESS.waits)
             said = replace(now, still_s=still_s, late_s=late_s, place=place, step_phase=position.phase, waits=waits)
+            said = replace(said, is_building=self._is_building(position))
             with contextlib.suppress(ControlError):  # the next beat says it
                 self._store.set(f"status/{self.name}", json.dumps(asdict(said)))
                 if replace(now, beat=before.beat) != before or now.beat == 1:
                     self._store.add("mail", 1)
+
+    def _is_building(self, position: Position) -> bool:
+        if self._status.phase != "training":
+            return self._status.phase == "starting"
+        step, joined_s = self._joined
+        may_last = position.phase in UNJUDGED and position.since_s > joined_s  # else it is that of an epoch before
+        return position.step == step and not may_last
 
     def call_when_broken(self, epoch: int, call: Callable[[], None]) -> None:
         """Note the function; an older epoch's is forgotten."""

@@ -220,6 +220,8 @@ class Coordinator:
         del self.workers[fact.name]
         if self.is_restarting:
             return []
+        if self.view is None and worker.is_doomed and not worker.is_evicted:  # it stood still, and is replaced alone
+            return self._restart(fact.reason) if self._count_failure(self._furthest) else []
         if not is_counted:  # a spare or a replacement, or one that has left or was killed
             self._num_stillborn += fact.name not in (self.view.names if self.view else ()) and not worker.is_evicted
             return []

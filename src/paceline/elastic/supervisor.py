@@ -62,6 +62,10 @@ class Workforce(ABC):
         """Return process and line of code of a worker in words; empty if they cannot be seen from here."""
         return ""
 
+    def read_news(self) -> list[str]:
+        """Return, in words, what else people are to know of the processes, since the last call."""
+        return []
+
     @abstractmethod
     def end_all(self) -> None:
         """Ask all processes to end, and return once they have."""
@@ -87,7 +91,8 @@ class Supervisor:
         journal: Journal of the coordinator.
         judge: Function that says what the end of all processes means; it is given the epoch of their log.
         tell_restart: Function that is told the epoch and the reason of each restart from the checkpoint.
-        tell_standstill: Function that is told, in words, where workers are that have all stood still for long.
+        tell_standstill: Function that is told, in words, where workers are that have all stood still for long, who has
+            not begun, and what else people are to know of their processes.
         read_requests: Function that returns what people have asked for since it was called last.
         ask_to_stop: Function that asks all workers to stop with a checkpoint.
         check_place: Function that raises an error where another supervisor has taken this one's place.
@@ -121,6 +126,7 @@ class Supervisor:
         self._ask_to_stop, self._notice_s = ask_to_stop, notice_s
         self._judge, self._tell_restart, self._read_requests = judge, tell_restart, read_requests
         self._check_place, self._clock = check_place, clock
+        self._tell = tell_standstill
         self._watch = Watch(
             coordinator, lambda name: workforce.locate(name), tell_standstill, patience or Patience(), clock
         )
@@ -161,6 +167,8 @@ class Supervisor:
             began_s, wait_s = self._clock(), BUSY_S if is_busy else IDLE_S
             self._ended += starmap(Died, self._workforce.wait(wait_s))
             self._watch.lateness.note(self._clock() - began_s - wait_s)
+            for words in self._workforce.read_news():
+                self._tell(words)
             while self._ended:
                 self._feed(self._ended.pop(0))
             if self.is_stopping and self._stop_asked_s is None:
@@ -208,8 +216,15 @@ class Supervisor:
         if isinstance(fact, LeaveAsked) and fact.within_s is not None:
             now_s = self._clock()
             self._leave_by.setdefault(fact.name, (now_s + fact.within_s, now_s + fact.within_s / 2))
-        epoch = self.coordinator.epoch
+        epoch, members = self.coordinator.epoch, self.coordinator.members
         actions = self.coordinator.handle(fact)
+        if (
+            isinstance(fact, Silent)
+            and not self.is_stopping
+            and not (fact.name in members and self._watch.has_made_step(fact.name))
+        ):  # no event may ever say that it was lost
+            started = ", ".join(action.name for action in actions if isinstance(action, StartWorker))
+            self._tell(f"{fact.reason}; it is killed{started and f', and {started} is started in its place'}")
         if self.coordinator.epoch != epoch:
             self._broken_s, self.killed = None, {}
         elif self.coordinator.is_broken and self._broken_s is None:
@@ -225,7 +240,7 @@ class Supervisor:
         match fact:
             case HostLost(host=host):
                 names = [name for name in self.coordinator.workers if host_of(name) == host]
-            case Died(name=name, end="killed"):
+            case Died(name=name, end="killed") | Silent(name=name):
                 names = [name]
             case _:
                 return

@@ -231,6 +231,10 @@ class _Service:
     def _get_on(self) -> ExitCode | None:
         """Do what the launcher asks for now, and return an exit code if that is all."""
         ended, stop = self._workforce.wait(_POLL_S), self._stop
+        for words in self._workforce.read_news():
+            self._tell(words)
+        for name, _, _ in ended:
+            self._workforce.forget(name)
         if ended:
             self._change(ended=self._offer.ended | {name: (end, reason) for name, end, reason in ended})
         if stop.number and self._leave_by_s is None:

@@ -99,6 +99,10 @@ class SpreadWorkforce(Workforce):
         """Forget one of this machine; agents need not be told."""
         self._local.forget(name)
 
+    def read_news(self) -> list[str]:
+        """Return those of this machine's processes; agents tell their own people."""
+        return self._local.read_news()
+
     def invite(self, directory: Path, launcher_timeout_s: float, *, leaves_on_sigterm: bool) -> None:
         """Let agents offer workers to the run in a directory.
 

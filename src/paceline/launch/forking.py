@@ -3,6 +3,7 @@
 import multiprocessing
 import multiprocessing.forkserver
 import multiprocessing.resource_tracker
+import os
 import signal
 import sys
 from typing import Literal
@@ -31,6 +32,25 @@ def prepare_to_fork() -> None:
         multiprocessing.forkserver.ensure_running()
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def find_server() -> int:
+    """Return the number of the process that workers are forked from; 0 if there is none."""
+    return getattr(multiprocessing.forkserver._forkserver, "_forkserver_pid", None) or 0
+
+
+def find_end(server: int) -> str:
+    """Return how the process that workers are forked from has ended, in words; empty while it runs, or if it is 0."""
+    if not server:
+        return ""
+    try:
+        found = os.waitid(os.P_PID, server, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    except ChildProcessError:  # another one was started, as that had ended
+        return "ended"
+    if found is None:
+        return ""
+    is_exit = found.si_code == os.CLD_EXITED
+    return f"exited with code {found.si_status}" if is_exit else f"was killed by {signal.Signals(found.si_status).name}"
 
 
 def unblock_signals() -> None:

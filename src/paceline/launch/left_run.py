@@ -7,6 +7,7 @@ import signal
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 from paceline.comm.control import ControlAccess, KeyValues, read_requests
@@ -71,23 +72,27 @@ def _list_living(folder: Path) -> Iterator[ProcessRecord]:
 
 
 class LeftProcess:
-    """Process of a worker that another launcher started: no child of this one, so that it says itself how it ended.
+    """Process of a worker whose parent is gone: no child of this one, so that it says itself how it ended.
 
     Args:
         path: File in which it says so.
         errors: File with its error output, where native code that aborts says so.
+        process: Handle of the process, if this one had it started; the worker takes its end for that of this process.
     """
 
-    def __init__(self, path: Path, errors: Path) -> None:
-        self._path, self._errors = path, errors
+    def __init__(self, path: Path, errors: Path, process: BaseProcess | None = None) -> None:
+        self._path, self._errors, self._process = path, errors, process
         record = ProcessRecord.load(path)
-        self.pid: int | None = record.pid if record is not None else None
+        if process is not None and record is not None and record.pid != process.pid:  # one of an earlier run
+            record = None
+        self.pid: int | None = process.pid if process is not None else record.pid if record is not None else None
         self.sentinel = -1
         """Descriptor that can be read once the process has ended."""
-        if record is not None and record.is_alive:
+        is_alive = record.is_alive if record is not None else process is not None
+        if self.pid is not None and is_alive:
             with contextlib.suppress(ProcessLookupError):
-                self.sentinel = os.pidfd_open(record.pid)
-        if self.sentinel < 0 or record is None or not record.is_alive:  # it has ended
+                self.sentinel = os.pidfd_open(self.pid)
+        if self.sentinel < 0 or not (is_alive and (record is None or record.is_alive)):  # it has ended
             self.close()
             self.sentinel = os.open(os.devnull, os.O_RDONLY)
             self.pid = None

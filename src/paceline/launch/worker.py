@@ -9,7 +9,7 @@ import threading
 import traceback
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,8 @@ from paceline.comm.stacks import register_stacks
 from paceline.elastic import Evicted, Member, StoreMember
 from paceline.errors import PacelineError, SettingsError, storing
 from paceline.launch.exit_codes import ExitCode, find_exit_code, leave
-from paceline.launch.launcher_watch import LauncherWatch
+from paceline.launch.launcher_watch import RECORD, LauncherWatch
+from paceline.launch.process_record import ProcessRecord
 from paceline.launch.processes import ACCESS_FILE
 from paceline.monitor.events import Warned
 from paceline.monitor.log import EventLog
@@ -153,7 +154,12 @@ def work_for_launcher(directory: Path, attempt: int, name: str, *, options: Work
 def work_for_agent(directory: Path, attempt: int, name: str, *, options: WorkerOptions) -> None:
     """Be a worker that the agent of another machine started; it ends at once with the agent."""
     threading.Thread(target=_end_with_agent, daemon=True).start()
+    record, path = ProcessRecord.of_this_process(options.launcher), directory / "workers" / f"{name}{RECORD}"
+    with contextlib.suppress(OSError):  # a full disk: only the process that forked this one learns how it ends
+        record.save(path)
     code = _join_and_work(directory, attempt, name, options, lambda: False)
+    with contextlib.suppress(OSError):
+        replace(record, code=code).save(path)
     if code is not ExitCode.FINISHED:
         leave(code)
 

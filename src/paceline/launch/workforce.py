@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import Any
 
 from paceline.comm.control import ControlAccess
-from paceline.comm.stacks import ask_for_line
+from paceline.comm.stacks import ask_for_line, is_stopped
 from paceline.elastic.facts import End, host_of
 from paceline.elastic.protocol import Coordinator
 from paceline.elastic.supervisor import Workforce
 from paceline.launch.exit_codes import ExitCode
-from paceline.launch.forking import START_METHOD, prepare_to_fork
+from paceline.launch.forking import START_METHOD, find_end, find_server, prepare_to_fork
 from paceline.launch.launcher_watch import RECORD
 from paceline.launch.left_run import LeftProcess
 from paceline.launch.processes import GRACE_S, Ended, describe_exit, make_environment, prepare_rank
@@ -30,6 +30,12 @@ _ENDS: dict[int, End] = {
     ExitCode.REFUSED: "failed",
     -signal.SIGABRT: "gave_up",  # native code that aborts may do so again: gloo does where ranks differ
 }
+
+
+_UNKNOWN_CODE = 255
+"""Exit code that multiprocessing tells of a worker that lives, once the process that it was forked from is gone."""
+_SERVER_ENDS_S = 1.0
+"""Longest time between the two."""
 
 
 class LocalWorkforce(Workforce):
@@ -55,6 +61,9 @@ class LocalWorkforce(Workforce):
         stop_signal: signal.Signals = signal.SIGTERM,
     ) -> None:
         prepare_to_fork()
+        self._server = find_server()
+        """Number of the process that workers are forked from."""
+        self._news: list[str] = []
         self._context: Any = multiprocessing.get_context(START_METHOD)
         self._function, self._directory = function, directory
         self._size, self._access, self._address = size, access, address
@@ -71,13 +80,53 @@ class LocalWorkforce(Workforce):
         output = self._directory / "workers"
         environment = make_environment(slot, self._size, self._access, self._address)
         arguments = (environment, output, self._function, (self._directory, epoch, name))
-        process = self._context.Process(target=_be_worker, args=arguments, name=name)
-        process.start()
+        process = self._fork(name, arguments)
         self._running[name], self._slots[name] = process, slot
         with contextlib.suppress(OSError):  # a full disk
             (output / f"{name}.pid").write_text(f"{process.pid}\n")
         self.ended.exit_codes.pop(slot, None)
         self.ended.ended_here.discard(slot)
+
+    def _fork(self, name: str, arguments: tuple[Any, ...]) -> BaseProcess:
+        self._replace_server()
+        for is_last in (False, True):
+            process: BaseProcess = self._context.Process(target=_be_worker, args=arguments, name=name)
+            try:
+                process.start()
+                break
+            except (OSError, EOFError):
+                if is_last or not self._replace_server(within_s=_SERVER_ENDS_S):
+                    raise
+        return process
+
+    def _replace_server(self, within_s: float = 0.0) -> bool:
+        """Return whether the process that workers are forked from has ended, or does so in time; start it again then.
+
+        Workers live on, as processes that say themselves how they have ended.
+        """
+        deadline_s = time.monotonic() + within_s
+        while not (end := find_end(self._server)):
+            if time.monotonic() >= deadline_s:
+                return False
+            time.sleep(0.01)
+        output, kept = self._directory / "workers", []
+        for name, process in self._running.items():
+            if isinstance(process, BaseProcess) and process.exitcode in (None, _UNKNOWN_CODE):
+                errors = output / f"rank{self._slots[name]}.err"
+                self._running[name] = LeftProcess(output / f"{name}{RECORD}", errors, process)
+                kept.append(name)
+        self._news.append(
+            f"the process that workers are forked from (multiprocessing.forkserver, pid {self._server}) {end}; another "
+            "one is started" + (f", and {', '.join(kept)} train on" if kept else "")
+        )
+        prepare_to_fork()
+        self._server = find_server()
+        return True
+
+    def read_news(self) -> list[str]:
+        """Return, in words, what the process that workers are forked from has met with."""
+        news, self._news = self._news, []
+        return news
 
     def take_over(self, coordinator: Coordinator) -> None:
         """Make the processes that another launcher has left this one's, if they exist or have said anything."""
@@ -101,12 +150,16 @@ class LocalWorkforce(Workforce):
     def locate(self, name: str) -> str:
         """Ask it for its stacks, which lie beside its output then."""
         path, process = self._directory / "workers" / f"rank{self._slots[name]}.stack", self._running[name]
+        if process.pid is not None and is_stopped(process.pid):
+            return f" (pid {process.pid}), stopped, as by SIGSTOP"
         line = ask_for_line(process.pid or 0, str(path), is_reading=False)
         return f" (pid {process.pid}), at {line}; stacks are in {path}" if line else f" (pid {process.pid})"
 
     def wait(self, timeout_s: float) -> list[tuple[str, End, str]]:
         """Wait for any of them."""
         wait([process.sentinel for process in self._running.values()], timeout_s)
+        codes = [process.exitcode for process in self._running.values()]
+        self._replace_server(within_s=_SERVER_ENDS_S if _UNKNOWN_CODE in codes else 0.0)
         ended = [(name, process.exitcode) for name, process in self._running.items() if process.exitcode is not None]
         found = []
         for name, code in ended:
