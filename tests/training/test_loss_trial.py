@@ -97,7 +97,13 @@ def of_norm(model: Any, batch: Batch) -> tuple[Tensor, float]:
     return mean + model.layers[0].out.weight.norm(), weight
 
 
-LOSSES = [aligned, shifting, shifting_ids, alone, noisy, by_hand, decayed, of_norm, NextToken]
+def beside(model: Any, batch: Batch) -> tuple[Tensor, float]:
+    mean, weight = entropy(model(batch.data["input_ids"]), batch.next_labels)
+    matrix = model.layers[0].out.weight
+    return mean + (matrix.T @ matrix - torch.eye(matrix.shape[1])).square().sum(), weight
+
+
+LOSSES = [aligned, shifting, shifting_ids, alone, noisy, by_hand, decayed, of_norm, beside, NextToken]
 OF_OUTPUT = {"aligned", "shifting", "alone", "noisy", "NextToken"}
 
 
@@ -139,11 +145,14 @@ def test_losses_of_parts_and_losses_of_parameters_are_refused() -> None:
         assert context.keys() == {"shifting", "shifting_ids"}
         assert all("mean over tokens" in text and "batch.next_labels" in text for text in context.values())
         assert "shifting has other gradients for parts of a sample" in context["shifting"]
-        for layout, refused in zip(LAYOUTS[1:], divided, strict=True):
-            assert {"decayed", "of_norm"} <= refused.keys() <= {"decayed", "of_norm", "by_hand"}, layout
+        tensor, *sharded = divided
+        assert tensor.keys() == {"beside"}  # others are exact
+        assert "write parameter.full_tensor() there, or take --layout.tensor 1" in tensor["beside"]
+        for layout, refused in zip(LAYOUTS[2:], sharded, strict=True):
+            assert {"decayed", "of_norm", "beside"} <= refused.keys() <= {"decayed", "of_norm", "beside", "by_hand"}, (
+                layout
+            )
             assert "of_norm uses layers.0.out.weight; leave penalties" in refused["of_norm"]
-        assert "--layout.tensor 1" in divided[0]["decayed"]
-        assert "by_hand" not in divided[0]
 
 
 @pytest.mark.timeout(120)
@@ -153,7 +162,7 @@ def test_a_loss_of_parts_is_refused_beside_other_axes() -> None:
         assert result.exit_code == 0, result.output
         pipeline, tensor = result.value
         assert pipeline.keys() == {"shifting"}
-        assert tensor.keys() == {"shifting", "shifting_ids", "decayed", "of_norm"}
+        assert tensor.keys() == {"shifting", "shifting_ids", "beside"}
 
 
 def test_next_labels_are_the_next_tokens_in_any_batch() -> None:
@@ -218,6 +227,13 @@ def test_a_run_refuses_a_loss_of_parts_and_evaluates_the_held_out_loss_of_whole_
         assert refused.returncode == 2
         assert said in refused.stdout
         assert "Traceback" not in refused.stdout + refused.stderr
+    losses = []
+    for place, layout in (("one", ()), ("tensor", ("--layout.tensor", 2))):
+        log = tmp_path / place / "events.jsonl"
+        kept = run_here("train", f"{recipe}:run", "--loss", f"{recipe}:decayed", *layout, "--out", tmp_path / place)
+        assert kept.returncode == 0, kept.stdout + kept.stderr
+        losses.append(select(read_log(log), RunFinished)[-1].event.held_out_loss)
+    assert losses[1] == pytest.approx(losses[0], rel=1e-6)  # fp32
     trained = run_here("train", f"{recipe}:run", "--layout.context", 2, "--out", out)
     assert trained.returncode == 0, trained.stderr
     logged = select(read_log(out / "events.jsonl"), RunFinished)[-1].event.held_out_loss

@@ -77,7 +77,8 @@ class LossTrial:
                 return None, ""  # as any other, the first step raises it
             reason = str(error).strip().partition("\n")[0]
             return None, self._describe_use(f"raises {type(error).__name__}: {reason}")
-        if measured is None or not measured.used or not self._shards_parameters:
+        layout = self._shard.layout
+        if measured is None or not measured.used or not (layout.expert > 1 or layout.shards_parameters):
             return measured, ""
         return measured, self._describe_use(f"uses {measured.used}")
 
@@ -138,11 +139,6 @@ class LossTrial:
         return not all(self._shard.world.gather_documents(is_same, name="random loss"))
 
     @property
-    def _shards_parameters(self) -> bool:
-        layout = self._shard.layout
-        return layout.tensor > 1 or layout.expert > 1 or layout.shards_parameters
-
-    @property
     def _name(self) -> str:
         return self._objective.path if isinstance(self._objective, FunctionLoss) else str(self._objective.name)
 
@@ -151,9 +147,10 @@ class LossTrial:
         axes = {"tensor": layout.tensor, "expert": layout.expert, "sharded": layout.sharded}
         axis = next(f"{axis}({size})" for axis, size in axes.items() if size > 1)
         option = axis.partition("(")[0]
+        write = "write parameter.full_tensor() there, or " if option == "tensor" else ""
         return (
             f"a loss must be computed from the model's output for {axis}, where each rank has parts of parameters, but "
-            f"{self._name} {what}; leave penalties on parameters to the optimizer (weight_decay), or take "
+            f"{self._name} {what}; leave penalties on parameters to the optimizer (weight_decay), or {write}take "
             f"--layout.{option} 1 and --layout.data {axes[option]}"
         )
 
