@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.experimental import implicit_replication
 
 from paceline.comm.group import Group
 from paceline.comm.local_group import LocalGroup
@@ -198,6 +199,10 @@ class ModelShard:
         if self._tensor_split is None or self.pipeline is not None:
             return nullcontext()
         return self._tensor_split.parallel_loss()
+
+    def evaluation_context(self) -> AbstractContextManager[None]:
+        """Return the context of evaluation: a loss may combine parameters with its own tensors, as in training."""
+        return implicit_replication() if self._tensor_split is not None else nullcontext()
 
     def forward_pass(self) -> AbstractContextManager[None]:
         """Return the context of a forward pass whose use of parameters is the model's own, not the loss's."""

@@ -77,8 +77,7 @@ class LossTrial:
                 return None, ""  # as any other, the first step raises it
             reason = str(error).strip().partition("\n")[0]
             return None, self._describe_use(f"raises {type(error).__name__}: {reason}")
-        layout = self._shard.layout
-        if measured is None or not measured.used or not (layout.expert > 1 or layout.shards_parameters):
+        if measured is None or not measured.used or not self._refuses_parameters:
             return measured, ""
         return measured, self._describe_use(f"uses {measured.used}")
 
@@ -108,6 +107,10 @@ class LossTrial:
             gradients: tuple[Tensor | None, ...] = ()
             if loss.mean.requires_grad and not used:
                 gradients = torch.autograd.grad(full_tensor(loss.mean), model.outputs, allow_unused=True)
+            elif used and not self._refuses_parameters:  # torch may know parts of tensors in forward only
+                trained = [parameter for parameter in shard.module.parameters() if parameter.requires_grad]
+                shard.check_loss(loss.mean)
+                torch.autograd.grad(full_tensor(loss.mean), trained, allow_unused=True)
             return _Measured(loss, float(full_tensor(loss.mean.detach())), gradients, used)
 
     def _compare(self, whole: "_Measured | None", part: "_Measured | None") -> str:
@@ -137,6 +140,11 @@ class LossTrial:
         again = self._try_whole(batch, seed=1)
         is_same = whole is None or again is None or whole.mean == again.mean
         return not all(self._shard.world.gather_documents(is_same, name="random loss"))
+
+    @property
+    def _refuses_parameters(self) -> bool:
+        """Whether a loss that uses parameters itself would get wrong gradients."""
+        return self._shard.layout.expert > 1 or self._shard.layout.shards_parameters
 
     @property
     def _name(self) -> str:
