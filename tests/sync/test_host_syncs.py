@@ -126,18 +126,24 @@ def of_this_thread(syncs):
     return [what for name, what in syncs if name == threading.current_thread().name]
 
 
-def test_which_sharded_parameters_were_used_is_known_without_waiting():
+@pytest.mark.parametrize(
+    ("has_codec", "settings", "num_syncs"),
+    [(False, {}, 0), (True, {}, 1), (True, {"checks_finite": False}, 0)],  # the last reads a norm later
+)
+def test_which_sharded_parameters_were_used_is_known_without_waiting(has_codec, settings, num_syncs):
     """FSDP2 itself needs processes; what it adds to a step of ours is this exchange."""
 
     def work(group):
         group.device = DEVICE
-        use = GradientUse(torch.nn.Linear(2, 2), [], group)
+        coded = SimpleNamespace(take_flags=lambda: torch.ones(2, device=DEVICE)) if has_codec else None
+        use = GradientUse(torch.nn.Linear(2, 2), [], group, coded)
         use._used = {"weight"} if group.rank else set()
         with recorded_syncs() as syncs:
-            found = use.exchange(LocalGroup(device=DEVICE))
-        return found.unused, of_this_thread(syncs)
+            found = use.exchange(LocalGroup(device=DEVICE), **settings)
+        return found, len(of_this_thread(syncs))
 
-    assert LocalGroup.run(2, work, timeout_s=20) == [(["bias"], [])] * 2
+    num_odd = 2 if num_syncs else 0
+    assert LocalGroup.run(2, work, timeout_s=20) == [((["bias"], num_odd, num_odd), num_syncs)] * 2
 
 
 def test_buckets_with_unused_parameters_wait_once_for_all():

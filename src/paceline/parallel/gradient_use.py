@@ -38,7 +38,7 @@ class GradientUse:
     their parameters, and then wait for ever in backward.
 
     On the wire: an all-reduce of 4 bytes for each parameter a step, and another among replicas, in host memory. With
-    a codec two numbers more, for which the host waits once.
+    a codec two numbers more, for which the host waits once, unless it reads the norm of the gradients anyway.
 
     Args:
         module: Module of this rank, with the names of its parameters.
@@ -69,12 +69,13 @@ class GradientUse:
         for block in {block for part in parts for block in part.modules() if isinstance(block, FSDPModule)}:
             block.register_forward_pre_hook(self._watch)
 
-    def exchange(self, replicas: Group, others: Group | None = None) -> UseOfStep:
+    def exchange(self, replicas: Group, others: Group | None = None, *, checks_finite: bool = True) -> UseOfStep:
         """Return the use of the step, and begin anew; every rank calls it once a step.
 
         Args:
             replicas: Ranks over which the step sums the gradients of this rank's shard.
             others: Ranks with other parts of its matrices, which must know too of what is not finite.
+            checks_finite: Whether to say what is not finite of what the codec has summed.
         """
         self._gathered.clear()
         used = torch.zeros(len(self._places))
@@ -87,6 +88,8 @@ class GradientUse:
         if self._reduce_scatter is None:
             return UseOfStep(unused, 0, 0)
         flags = self._reduce_scatter.take_flags()
+        if not checks_finite:
+            return UseOfStep(unused, 0, 0)
         for among in (self._group, replicas, others):
             if among is not None and among.size > 1:
                 among.all_reduce(flags, name="finite gradients").wait()

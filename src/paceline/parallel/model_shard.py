@@ -256,7 +256,9 @@ class ModelShard:
                 gradient = parameters[name].grad = torch.zeros_like(parameters[name])
             group.all_reduce(local(gradient), name=f"gradient of {name}").wait()
 
-    def clear_unused_gradients(self, parameters: Mapping[str, nn.Parameter], replicas: Group) -> UseOfStep:
+    def clear_unused_gradients(
+        self, parameters: Mapping[str, nn.Parameter], replicas: Group, *, checks_finite: bool
+    ) -> UseOfStep:
         """Take off the zeros that ranks which share a parameter have summed where none of them used it.
 
         Before, gradients of parameters that all of these ranks have whole, those without dims, are summed over them.
@@ -264,12 +266,13 @@ class ModelShard:
         Args:
             parameters: Parameters that require gradients, by name.
             replicas: Ranks over which the step sums the gradients of this shard.
+            checks_finite: Whether to say what is not finite of what a codec has summed.
         """
         if self._use is None:
             return UseOfStep([], 0, 0)
         assert self.mesh is not None
         matrices = self.mesh.group("tensor") if self.reduce_scatter is not None else None
-        use = self._use.exchange(replicas, matrices)
+        use = self._use.exchange(replicas, matrices, checks_finite=checks_finite)
         whole = [p for name, p in parameters.items() if not is_split(p, "sharded") and name not in use.unused]
         for parameter in whole:
             parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
