@@ -20,6 +20,7 @@ from paceline.compression import BF16, DGC, FP16, Int8, OneBit, PowerSGD, Random
 from paceline.compression.codec import all_of
 from paceline.data import Batch, Interval, Loader
 from paceline.data.pipeline import _copy_stream
+from paceline.errors import SettingsError
 from paceline.memory import ActivationOffload
 from paceline.parallel.activations import Activations
 from paceline.parallel.gradient_use import GradientUse
@@ -180,6 +181,8 @@ def test_tokens_on_their_way_to_experts_wait_for_their_numbers_only():
             in_forward = of_this_thread(syncs)
             output.sum().backward()
             in_all = of_this_thread(syncs)
+        with pytest.raises(SettingsError, match="taken once over the expert axis"):
+            torch.autograd.grad(mine(*given).sum(), given[0], create_graph=True)
         return in_forward, len(in_all), torch.allclose(output.cpu(), expected)
 
     for in_forward, number, is_right in LocalGroup.run(2, work, timeout_s=20):

@@ -62,6 +62,8 @@ class GradientUse:
         self._hooked: set[str] = set()
         self._gathered: list[str] = []
         """Names of the blocks that the step's forward passes gathered, in their order."""
+        self._num_done = 0
+        """Number of them before the last backward."""
         for name, parameter in module.named_parameters():
             if name in self._places and not parameter.dim():  # every rank has all of it
                 parameter.register_post_accumulate_grad_hook(self._make_hook(name))
@@ -78,6 +80,7 @@ class GradientUse:
             checks_finite: Whether to say what is not finite of what the codec has summed.
         """
         self._gathered.clear()
+        self._num_done = 0
         used = torch.zeros(len(self._places))
         used[[self._places[name] for name in self._used]] = 1.0
         self._used = set()
@@ -95,6 +98,16 @@ class GradientUse:
                 among.all_reduce(flags, name="finite gradients").wait()
         num_non_finite, num_overflown = flags.tolist()
         return UseOfStep(unused, int(num_non_finite), int(num_overflown))
+
+    @property
+    def repeats_blocks(self) -> bool:
+        """Whether a block ran forward more than once since the last backward: torch sums its gradient each time."""
+        recent = self._gathered[self._num_done :]
+        return len(set(recent)) < len(recent)
+
+    def end_backward(self) -> None:
+        """Note that what ran forward until now has run backward."""
+        self._num_done = len(self._gathered)
 
     def order(self) -> tuple[float, float]:
         """Return a hash of the blocks that the step's forward passes gathered, in their order, and its square."""

@@ -222,6 +222,16 @@ class ModelShard:
         if self._gathers_blocks:
             set_gradient_sync(self.module, last, keep_gathered=self.layout.zero_stage == 2)
 
+    @property
+    def repeats_blocks(self) -> bool:
+        """Whether the next backward may make gradients of a sharded block several times, as it ran forward so often."""
+        return self._use is not None and self._use.repeats_blocks
+
+    def end_backward(self) -> None:
+        """Note that a backward pass has ended."""
+        if self._use is not None:
+            self._use.end_backward()
+
     def list_replicated(self, parameters: Mapping[str, nn.Parameter]) -> list[tuple[Group, list[str]]]:
         """Return the parameters that ranks of this worker replicate, with the group of these ranks."""
         common: dict[Group, list[str]] = {}

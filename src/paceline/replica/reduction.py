@@ -48,9 +48,7 @@ class GradientReduction:
         optimizer_step: Owner of its steps.
         shard: Model shard of this rank; its group is all workers.
         rule: Synchronisation rule, which forms the reduce groups.
-        bucket_bytes: See `Replica`.
-        landing: See `Replica`.
-        seed, num_virtual_workers: See `Replica`.
+        bucket_bytes, landing, seed, num_virtual_workers: See `Replica`.
     """
 
     def __init__(
@@ -273,13 +271,14 @@ class GradientReduction:
         if self._in_common is not None:
             self._in_common.arm(lambda: 1.0, step, loss_scale)
         if self.gradients is not None:
-            self.gradients.arm(divisor, step, loss_scale)
+            self.gradients.arm(divisor, step, loss_scale, repeats=self._shard.repeats_blocks)
 
     def end_backward(self, *, last: bool = True, collect: bool = False) -> None:
         """Launch what the `last` backward of a step has left; keep what another one made for a virtual worker.
 
         Gradients that were computed without hooks, as in pipeline stages, are to be collected first.
         """
+        self._shard.end_backward()
         if self.virtual is not None:
             self.virtual.end_backward()
         if not last:
