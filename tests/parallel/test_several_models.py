@@ -6,6 +6,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import paceline
+from paceline.comm import LocalGroup
+from paceline.errors import GradientError
+from paceline.parallel.gradient_use import GradientUse
+from paceline.replica.buckets import BucketLauncher, make_buckets
 from paceline.testing.processes import run_processes
 
 BATCH, NUM_STEPS = 16, 3
@@ -65,8 +69,8 @@ def train(layout: dict[str, int]) -> list[float]:
     return losses
 
 
-SLOW = [{"sharded": 2}, {"sharded": 2, "zero_stage": 2}, {"tensor": 2}]
-LAYOUTS = [{"data": 2, "sharded": 2}, *(pytest.param(layout, marks=pytest.mark.slow) for layout in SLOW)]
+SLOW = [{"data": 2, "sharded": 2}, {"sharded": 2, "zero_stage": 2}, {"tensor": 2}]
+LAYOUTS = [{"sharded": 2}, *(pytest.param(layout, marks=pytest.mark.slow) for layout in SLOW)]
 
 
 @pytest.mark.timeout(120)
@@ -76,3 +80,33 @@ def test_two_models_that_train_each_other_do_as_on_one_rank(layout: dict[str, in
     for result in run_processes(4 if "data" in layout else 2, train, {"layout": layout}, timeout_s=100):
         assert result.exit_code == 0, result.output
         assert result.value == pytest.approx(expected, rel=1e-12)  # the rounding of doubles
+
+
+def test_gradients_that_one_backward_makes_twice_are_sent_once_they_are_added_up() -> None:
+    """FSDP2 makes a block's gradient for each of its forward passes; here backward simply runs twice."""
+    layer = nn.Linear(2, 1, bias=False)
+    parameters = dict(layer.named_parameters())
+    sent: list[list[float]] = []
+    buckets = make_buckets(parameters, [["weight"]], LocalGroup(), {})
+    launcher = BucketLauncher(buckets, lambda bucket: sent.append(bucket.flat.numerators.tolist()) or object())
+    launcher.arm(is_eager=False)
+    for _ in range(2):
+        layer(torch.tensor([1.0, 2.0])).backward()
+    assert sent == []
+    launcher.finish()
+    assert sent == [[2.0, 4.0]]
+    with pytest.raises(GradientError, match="made twice"):
+        layer(torch.ones(2)).backward()
+    launcher.close()
+
+
+def test_blocks_that_ran_forward_twice_since_the_last_backward_are_known() -> None:
+    use = GradientUse(nn.Linear(2, 2), [], LocalGroup())
+    found = []
+    for names in (["0", "1"], ["0"], ["1", "1"]):
+        use._gathered += names
+        found.append(use.repeats_blocks)
+        use.end_backward()
+    assert found == [False, False, True]
+    use.exchange(LocalGroup())
+    assert not use.repeats_blocks
