@@ -236,7 +236,7 @@ def try_sharded(group: Group, folder: str) -> dict[str, Any]:
     result["weightless"] = float(replica.update().gradient_norm or 0.0)
     replica.close()
     result["left"] = [leave_unused(group, zero_stage) for zero_stage in (2, 3)]
-    result["overflow"] = overflow(group)
+    result["overflow"] = [overflow(group), overflow(group, clip_norm=1.0)]
     return result | {"diloco": resume_diloco(group, folder), "statistics": pool(group, folder)}
 
 
@@ -291,10 +291,10 @@ def leave_unused(group: Group, zero_stage: Literal[2, 3]) -> dict[str, Any]:
     }
 
 
-def overflow(group: Group) -> str:
-    """Return what is said where gradients are finite on each rank and their sum is not."""
+def overflow(group: Group, **settings: Any) -> str:
+    """Return what is said where gradients are finite on each rank and their sum is not, and residuals are dropped."""
     module = parallelize(seeded(Tied), Layout(sharded=2), group=group, sharded_codec=Codec.model_validate("top_k"))
-    replica = Replica(module, torch.optim.SGD(module.parameters(), lr=0.1), group=group)
+    replica = Replica(module, torch.optim.SGD(module.parameters(), lr=0.1), group=group, **settings)
     tokens = torch.arange(4)
     alone = seeded(Tied)
     alone(tokens).sum().backward()
@@ -307,6 +307,9 @@ def overflow(group: Group) -> str:
         replica.update()
 
     message = refusal(send, NonFiniteError)
+    coded = replica.shard.reduce_scatter
+    assert coded is not None
+    assert coded.residual_bytes == 0
     replica.close()
     return message
 
@@ -407,7 +410,8 @@ def test_two_ranks_survive_what_nobody_meant(tmp_path: Path) -> None:
             assert left["views"] == []
             assert left["distance"] < TOLERANCE
         assert all("sometimes.weight" in left["moved"] for left in ranks[0].value["left"]), "used on one rank"
-        assert "in the sum over ranks only, while the loss is" in found["overflow"]
+        assert "in the sum over ranks only, while the loss is" in found["overflow"][0]
+        assert "the gradient norm must be finite" in found["overflow"][1]
         assert found["diloco"] == [0.0]
         assert found["statistics"]["alone"] > 0.01, "each rank has seen others"
         assert found["statistics"]["evaluated"] < TOLERANCE

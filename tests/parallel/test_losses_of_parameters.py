@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import paceline
 from paceline.data.batch import Batch
@@ -86,6 +87,14 @@ def of_head(model: Any, output: Tensor, targets: Tensor) -> Tensor:
     return entropy(output, targets) + 0.1 * model.head.weight.square().sum()
 
 
+def of_slope(model: Any, output: Tensor, targets: Tensor) -> Tensor:
+    """A penalty on gradients, whose own gradients pass through a block backwards."""
+    probe = torch.linspace(-1, 1, targets.shape[1] * WIDTH, dtype=output.dtype).view(1, -1, WIDTH).requires_grad_()
+    with sdpa_kernel(SDPBackend.MATH):  # the other has no second gradients
+        (slope,) = torch.autograd.grad(model.layers[1](probe).square().sum(), probe, create_graph=True)
+    return entropy(output, targets) + 1e-3 * slope.square().mean()
+
+
 def of_output(model: Any, output: Tensor, targets: Tensor) -> Tensor:
     return entropy(output, targets)
 
@@ -132,12 +141,14 @@ def measure(function: LossOfModel, model: Any, output: Tensor, batch: Batch) -> 
     return Loss(function(model, output, batch.targets), batch.count(batch.targets >= 0))
 
 
+ONCE = "gradients must be taken once over the"
 LAYOUTS: list[tuple[dict[str, Any], dict[LossOfModel, str]]] = [
     ({"tensor": 2}, {of_all: "", of_norm: "", of_largest: "", of_gathered: "", of_matrices: "parameter.full_tensor()"}),
     ({"sharded": 2}, {of_all: "uses", of_norm: "layers.1.qkv.weight", of_matrices: "layers.0.qkv.weight", of_head: ""}),
     ({"sharded": 2, "zero_stage": 2}, {of_all: "", of_norm: "", of_matrices: ""}),
-    ({"sharded": 2, "zero_stage": 1}, {of_all: "", of_norm: "", of_matrices: ""}),
-    ({"context": 2}, {of_all: "", of_norm: ""}),
+    ({"sharded": 2, "zero_stage": 1}, {of_all: "", of_norm: "", of_matrices: "", of_slope: ""}),
+    ({"sharded": 2, "zero_stage": 2}, {of_slope: f"{ONCE} sharded"}),
+    ({"context": 2}, {of_all: "", of_norm: "", of_slope: f"{ONCE} context"}),
     ({"pipeline": 2}, {of_head: "", of_all: "of which embedding is on another rank"}),
     ({"expert": 2}, {of_norm: "", of_all: "mlp."}),
     ({"tensor": 2, "cut": True}, {of_norm: ""}),
@@ -145,8 +156,8 @@ LAYOUTS: list[tuple[dict[str, Any], dict[LossOfModel, str]]] = [
 
 
 QUICK: list[tuple[dict[str, Any], dict[LossOfModel, str]]] = [
-    ({"tensor": 2}, {of_norm: ""}),
-    ({"sharded": 2}, {of_norm: "layers.1.qkv.weight"}),
+    ({"tensor": 2}, {of_norm: "", of_slope: f"{ONCE} tensor"}),
+    ({"sharded": 2}, {of_norm: "layers.1.qkv.weight", of_slope: f"{ONCE} sharded axis"}),
 ]
 
 

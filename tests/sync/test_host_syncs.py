@@ -20,6 +20,7 @@ from paceline.compression import BF16, DGC, FP16, Int8, OneBit, PowerSGD, Random
 from paceline.compression.codec import all_of
 from paceline.data import Batch, Interval, Loader
 from paceline.data.pipeline import _copy_stream
+from paceline.errors import SettingsError
 from paceline.memory import ActivationOffload
 from paceline.parallel.activations import Activations
 from paceline.parallel.gradient_use import GradientUse
@@ -126,18 +127,24 @@ def of_this_thread(syncs):
     return [what for name, what in syncs if name == threading.current_thread().name]
 
 
-def test_which_sharded_parameters_were_used_is_known_without_waiting():
+@pytest.mark.parametrize(
+    ("has_codec", "settings", "num_syncs"),
+    [(False, {}, 0), (True, {}, 1), (True, {"checks_finite": False}, 0)],  # the last reads a norm later
+)
+def test_which_sharded_parameters_were_used_is_known_without_waiting(has_codec, settings, num_syncs):
     """FSDP2 itself needs processes; what it adds to a step of ours is this exchange."""
 
     def work(group):
         group.device = DEVICE
-        use = GradientUse(torch.nn.Linear(2, 2), [], group)
+        coded = SimpleNamespace(take_flags=lambda: torch.ones(2, device=DEVICE)) if has_codec else None
+        use = GradientUse(torch.nn.Linear(2, 2), [], group, coded)
         use._used = {"weight"} if group.rank else set()
         with recorded_syncs() as syncs:
-            found = use.exchange(LocalGroup(device=DEVICE))
-        return found.unused, of_this_thread(syncs)
+            found = use.exchange(LocalGroup(device=DEVICE), **settings)
+        return found, len(of_this_thread(syncs))
 
-    assert LocalGroup.run(2, work, timeout_s=20) == [(["bias"], [])] * 2
+    num_odd = 2 if num_syncs else 0
+    assert LocalGroup.run(2, work, timeout_s=20) == [((["bias"], num_odd, num_odd), num_syncs)] * 2
 
 
 def test_buckets_with_unused_parameters_wait_once_for_all():
@@ -174,6 +181,8 @@ def test_tokens_on_their_way_to_experts_wait_for_their_numbers_only():
             in_forward = of_this_thread(syncs)
             output.sum().backward()
             in_all = of_this_thread(syncs)
+        with pytest.raises(SettingsError, match="taken once over the expert axis"):
+            torch.autograd.grad(mine(*given).sum(), given[0], create_graph=True)
         return in_forward, len(in_all), torch.allclose(output.cpu(), expected)
 
     for in_forward, number, is_right in LocalGroup.run(2, work, timeout_s=20):

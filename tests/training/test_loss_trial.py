@@ -97,7 +97,34 @@ def of_norm(model: Any, batch: Batch) -> tuple[Tensor, float]:
     return mean + model.layers[0].out.weight.norm(), weight
 
 
-LOSSES = [aligned, shifting, shifting_ids, alone, noisy, by_hand, decayed, of_norm, NextToken]
+def beside(model: Any, batch: Batch) -> tuple[Tensor, float]:
+    mean, weight = entropy(model(batch.data["input_ids"]), batch.next_labels)
+    matrix = model.layers[0].out.weight
+    return mean + (matrix.T @ matrix - torch.eye(matrix.shape[1])).square().sum(), weight
+
+
+def of_positive(model: Any, batch: Batch) -> tuple[Tensor, float]:
+    """Torch has no rule for entries that are chosen of divided matrices."""
+    mean, weight = entropy(model(batch.data["input_ids"]), batch.next_labels)
+    matrix = model.layers[0].out.weight
+    return mean + matrix[matrix > 0].sum(), weight
+
+
+def of_gram(model: Any, batch: Batch) -> tuple[Tensor, float]:
+    """Torch has no rule for the backward of a norm of what is not summed yet."""
+    mean, weight = entropy(model(batch.data["input_ids"]), batch.next_labels)
+    matrix = model.layers[0].out.weight
+    return mean + (matrix @ matrix.T - torch.eye(WIDTH)).norm(), weight
+
+
+def scaled_by_number(model: Any, batch: Batch) -> tuple[Tensor, float]:
+    mean, weight = entropy(model(batch.data["input_ids"]), batch.next_labels)
+    return mean * float(model.layers[0].out.weight.detach().norm()), weight
+
+
+LOSSES = [aligned, shifting, shifting_ids, alone, noisy, by_hand, decayed, of_norm, beside, NextToken]
+LOSSES += [of_positive, of_gram, scaled_by_number]
+WITHOUT_RULE = {"of_positive", "of_gram", "scaled_by_number"}
 OF_OUTPUT = {"aligned", "shifting", "alone", "noisy", "NextToken"}
 
 
@@ -139,11 +166,13 @@ def test_losses_of_parts_and_losses_of_parameters_are_refused() -> None:
         assert context.keys() == {"shifting", "shifting_ids"}
         assert all("mean over tokens" in text and "batch.next_labels" in text for text in context.values())
         assert "shifting has other gradients for parts of a sample" in context["shifting"]
-        for layout, refused in zip(LAYOUTS[1:], divided, strict=True):
-            assert {"decayed", "of_norm"} <= refused.keys() <= {"decayed", "of_norm", "by_hand"}, layout
+        tensor, *sharded = divided
+        assert tensor.keys() == WITHOUT_RULE  # others are exact
+        assert all("parameter.full_tensor() there, or take --layout.tensor 1" in text for text in tensor.values())
+        of_parameters = {"decayed", "of_norm", "beside"} | WITHOUT_RULE
+        for layout, refused in zip(LAYOUTS[2:], sharded, strict=True):
+            assert of_parameters <= refused.keys() <= {*of_parameters, "by_hand"}, layout
             assert "of_norm uses layers.0.out.weight; leave penalties" in refused["of_norm"]
-        assert "--layout.tensor 1" in divided[0]["decayed"]
-        assert "by_hand" not in divided[0]
 
 
 @pytest.mark.timeout(120)
@@ -153,7 +182,7 @@ def test_a_loss_of_parts_is_refused_beside_other_axes() -> None:
         assert result.exit_code == 0, result.output
         pipeline, tensor = result.value
         assert pipeline.keys() == {"shifting"}
-        assert tensor.keys() == {"shifting", "shifting_ids", "decayed", "of_norm"}
+        assert tensor.keys() == {"shifting", "shifting_ids"} | WITHOUT_RULE
 
 
 def test_next_labels_are_the_next_tokens_in_any_batch() -> None:
@@ -192,7 +221,9 @@ def shifting(output, batch):
     return cross_entropy(output.logits[:, :-1].flatten(0, 1), batch.targets[:, 1:].flatten())
 
 def decayed(model, batch):
-    return aligned(model(**batch.inputs), batch)[0] + sum(p.square().sum() for p in model.parameters())
+    mean = aligned(model(**batch.inputs), batch)[0] + 0.1 * sum(p.square().sum() for p in model.parameters())
+    return mean + sum((p.T @ p - torch.eye(p.shape[1], dtype=p.dtype)).square().mean()
+                      for p in model.parameters() if p.dim() > 1)
 
 def run():
     return paceline.Run(model=build, data=make_data, loss=aligned, optimizer=partial(torch.optim.SGD, lr=0.1),
@@ -218,6 +249,13 @@ def test_a_run_refuses_a_loss_of_parts_and_evaluates_the_held_out_loss_of_whole_
         assert refused.returncode == 2
         assert said in refused.stdout
         assert "Traceback" not in refused.stdout + refused.stderr
+    losses = []
+    for place, layout in (("one", ()), ("tensor", ("--layout.tensor", 2))):
+        log = tmp_path / place / "events.jsonl"
+        kept = run_here("train", f"{recipe}:run", "--loss", f"{recipe}:decayed", *layout, "--out", tmp_path / place)
+        assert kept.returncode == 0, kept.stdout + kept.stderr
+        losses.append(select(read_log(log), RunFinished)[-1].event.held_out_loss)
+    assert losses[1] == pytest.approx(losses[0], rel=1e-12)  # fp64
     trained = run_here("train", f"{recipe}:run", "--layout.context", 2, "--out", out)
     assert trained.returncode == 0, trained.stderr
     logged = select(read_log(out / "events.jsonl"), RunFinished)[-1].event.held_out_loss

@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from paceline.errors import SettingsError
+from paceline.parallel.second_order import differentiated_once
 
 
 class Activations:
@@ -74,7 +75,7 @@ class Activations:
         moved = DTensor.from_local(part, self.device_mesh, [source], run_check=False)
         if source != target:
             moved = moved.redistribute(placements=[target])
-        return moved.to_local(grad_placements=None if gradient is None else [gradient])
+        return differentiated_once(moved.to_local(grad_placements=None if gradient is None else [gradient]), "tensor")
 
     def _decide(self, num_tokens: int) -> None:
         if not self.cuts_tokens:

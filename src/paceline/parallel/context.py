@@ -16,6 +16,7 @@ from paceline.data.batch import LABELS, NEXT_LABELS, describe, list_tensors, map
 from paceline.errors import SettingsError
 from paceline.parallel.context_check import ContextCheck
 from paceline.parallel.mesh import Mesh
+from paceline.parallel.second_order import differentiated_once
 from paceline.parallel.split_forward import find_forwards, split_forwards, split_forwards_in
 from paceline.parallel.start import broadcast_sample
 from paceline.parallel.trial import perturbed, undisturbed
@@ -140,6 +141,7 @@ class SplitContext(FullContext):
         """Return keys and values of the whole sequence, in its order; their gradients are summed over the ranks."""
         part = DTensor.from_local(part_BHTD[None], self._device_mesh, [Shard(0)], run_check=False)
         parts = part.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])
+        parts = differentiated_once(parts, "context")
         chunks = parts.movedim(0, 2).unflatten(3, (2, -1)).flatten(2, 3)
         lies_at = {chunk: i for i, chunk in enumerate(c for rank in range(self._size) for c in self._chunks(rank))}
         order = torch.tensor([lies_at[chunk] for chunk in range(2 * self._size)], device=chunks.device)

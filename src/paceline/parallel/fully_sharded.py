@@ -16,6 +16,7 @@ from paceline.errors import SettingsError
 from paceline.parallel.local import fused_parts
 from paceline.parallel.mesh import Mesh
 from paceline.parallel.parameter_hooks import carry_hooks, find_hooks
+from paceline.parallel.second_order import differentiated_once
 
 
 def shard_module(
@@ -249,7 +250,7 @@ def _without_views(module: nn.Module, inputs: Any, output: Any) -> Any:
     """
     if not torch.is_grad_enabled():
         return output
-    return tree_map_only(Tensor, _without_base, output)
+    return tree_map_only(Tensor, lambda one: differentiated_once(_without_base(one), "sharded"), output)
 
 
 def _reshard_after_evaluation(module: nn.Module, inputs: Any, output: Any) -> None:

@@ -38,7 +38,7 @@ class GradientUse:
     their parameters, and then wait for ever in backward.
 
     On the wire: an all-reduce of 4 bytes for each parameter a step, and another among replicas, in host memory. With
-    a codec two numbers more, for which the host waits once.
+    a codec two numbers more, for which the host waits once, unless it reads the norm of the gradients anyway.
 
     Args:
         module: Module of this rank, with the names of its parameters.
@@ -62,6 +62,8 @@ class GradientUse:
         self._hooked: set[str] = set()
         self._gathered: list[str] = []
         """Names of the blocks that the step's forward passes gathered, in their order."""
+        self._num_done = 0
+        """Number of them before the last backward."""
         for name, parameter in module.named_parameters():
             if name in self._places and not parameter.dim():  # every rank has all of it
                 parameter.register_post_accumulate_grad_hook(self._make_hook(name))
@@ -69,14 +71,16 @@ class GradientUse:
         for block in {block for part in parts for block in part.modules() if isinstance(block, FSDPModule)}:
             block.register_forward_pre_hook(self._watch)
 
-    def exchange(self, replicas: Group, others: Group | None = None) -> UseOfStep:
+    def exchange(self, replicas: Group, others: Group | None = None, *, checks_finite: bool = True) -> UseOfStep:
         """Return the use of the step, and begin anew; every rank calls it once a step.
 
         Args:
             replicas: Ranks over which the step sums the gradients of this rank's shard.
             others: Ranks with other parts of its matrices, which must know too of what is not finite.
+            checks_finite: Whether to say what is not finite of what the codec has summed.
         """
         self._gathered.clear()
+        self._num_done = 0
         used = torch.zeros(len(self._places))
         used[[self._places[name] for name in self._used]] = 1.0
         self._used = set()
@@ -87,11 +91,23 @@ class GradientUse:
         if self._reduce_scatter is None:
             return UseOfStep(unused, 0, 0)
         flags = self._reduce_scatter.take_flags()
+        if not checks_finite:
+            return UseOfStep(unused, 0, 0)
         for among in (self._group, replicas, others):
             if among is not None and among.size > 1:
                 among.all_reduce(flags, name="finite gradients").wait()
         num_non_finite, num_overflown = flags.tolist()
         return UseOfStep(unused, int(num_non_finite), int(num_overflown))
+
+    @property
+    def repeats_blocks(self) -> bool:
+        """Whether a block ran forward more than once since the last backward: torch sums its gradient each time."""
+        recent = self._gathered[self._num_done :]
+        return len(set(recent)) < len(recent)
+
+    def end_backward(self) -> None:
+        """Note that what ran forward until now has run backward."""
+        self._num_done = len(self._gathered)
 
     def order(self) -> tuple[float, float]:
         """Return a hash of the blocks that the step's forward passes gathered, in their order, and its square."""

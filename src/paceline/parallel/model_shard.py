@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.experimental import implicit_replication
 
 from paceline.comm.group import Group
 from paceline.comm.local_group import LocalGroup
@@ -199,6 +200,10 @@ class ModelShard:
             return nullcontext()
         return self._tensor_split.parallel_loss()
 
+    def evaluation_context(self) -> AbstractContextManager[None]:
+        """Return the context of evaluation: a loss may combine parameters with its own tensors, as in training."""
+        return implicit_replication() if self._tensor_split is not None else nullcontext()
+
     def forward_pass(self) -> AbstractContextManager[None]:
         """Return the context of a forward pass whose use of parameters is the model's own, not the loss's."""
         return self.parameter_use.forward() if self.parameter_use is not None else nullcontext()
@@ -216,6 +221,16 @@ class ModelShard:
         """Prepare a backward pass; only the `last` of a step sums gradients over the sharded axis."""
         if self._gathers_blocks:
             set_gradient_sync(self.module, last, keep_gathered=self.layout.zero_stage == 2)
+
+    @property
+    def repeats_blocks(self) -> bool:
+        """Whether the next backward may make gradients of a sharded block several times, as it ran forward so often."""
+        return self._use is not None and self._use.repeats_blocks
+
+    def end_backward(self) -> None:
+        """Note that a backward pass has ended."""
+        if self._use is not None:
+            self._use.end_backward()
 
     def list_replicated(self, parameters: Mapping[str, nn.Parameter]) -> list[tuple[Group, list[str]]]:
         """Return the parameters that ranks of this worker replicate, with the group of these ranks."""
@@ -251,7 +266,9 @@ class ModelShard:
                 gradient = parameters[name].grad = torch.zeros_like(parameters[name])
             group.all_reduce(local(gradient), name=f"gradient of {name}").wait()
 
-    def clear_unused_gradients(self, parameters: Mapping[str, nn.Parameter], replicas: Group) -> UseOfStep:
+    def clear_unused_gradients(
+        self, parameters: Mapping[str, nn.Parameter], replicas: Group, *, checks_finite: bool
+    ) -> UseOfStep:
         """Take off the zeros that ranks which share a parameter have summed where none of them used it.
 
         Before, gradients of parameters that all of these ranks have whole, those without dims, are summed over them.
@@ -259,12 +276,13 @@ class ModelShard:
         Args:
             parameters: Parameters that require gradients, by name.
             replicas: Ranks over which the step sums the gradients of this shard.
+            checks_finite: Whether to say what is not finite of what a codec has summed.
         """
         if self._use is None:
             return UseOfStep([], 0, 0)
         assert self.mesh is not None
         matrices = self.mesh.group("tensor") if self.reduce_scatter is not None else None
-        use = self._use.exchange(replicas, matrices)
+        use = self._use.exchange(replicas, matrices, checks_finite=checks_finite)
         whole = [p for name, p in parameters.items() if not is_split(p, "sharded") and name not in use.unused]
         for parameter in whole:
             parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad

@@ -16,12 +16,16 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
 from paceline.errors import SettingsError
+from paceline.parallel.number_reads import refuse_reads_of_parts
 from paceline.parallel.own_forward import CALLS, running_forward
 from paceline.topology.layout import Layout
 
 _MAX_FORWARDS = 1024
 """Number of the last forward passes whose operations are known; others are only searched in vain."""
-_MIXED = ("mixed torch.Tensor and DTensor", "sharding strategy")
+_MIXED = (
+    *("mixed torch.Tensor and DTensor", "sharding strategy", "Sharding propagation failed"),
+    "in-place operations that require placement changes",
+)
 """Parts of torch's errors about operations on a parameter and a plain tensor, or that know no parts of tensors."""
 
 
@@ -37,6 +41,8 @@ class ParameterUse:
 
     def __init__(self, module: nn.Module, layout: Layout) -> None:
         self._names = {id(p): name for name, p in module.named_parameters() if isinstance(p, DTensor)}
+        if self._names:
+            refuse_reads_of_parts()
         self._modules = {id(part): name for name, part in module.named_modules()}
         self._layout = layout
         self._forwards: deque[tuple[int, int]] = deque(maxlen=_MAX_FORWARDS)

@@ -16,6 +16,7 @@ from paceline.comm.group import Group
 from paceline.comm.streams import send_to
 from paceline.errors import SettingsError
 from paceline.parallel.mixture_of_experts import Experts, count_experts
+from paceline.parallel.second_order import differentiated_once
 
 
 class TokenExchange:
@@ -146,7 +147,7 @@ class TokenExchange:
         if not num_rows:
             return message
         swapped: Tensor = _Swap.apply(message.unflatten(0, (size, num_rows)), self)  # type: ignore[no-untyped-call]
-        return swapped.flatten(0, 1).index_select(0, taken)
+        return differentiated_once(swapped, "expert").flatten(0, 1).index_select(0, taken)
 
 
 class _Route(NamedTuple):

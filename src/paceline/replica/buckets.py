@@ -255,14 +255,14 @@ class BucketLauncher:
 
     def _make_hook(self, slot: Slot) -> Callable[[Tensor], None]:
         def hook(_: Tensor) -> None:
-            if slot.fired:
+            if slot.fired and (self._is_eager or slot.bucket.work is not None):
                 raise GradientError(
                     f"the gradient of {slot.name} must be made once before update, but it was made twice; use "
                     "non-reentrant activation checkpointing, pass last=False to all but the last backward, or call "
                     "update before another loss goes back through the module"
                 )
             slot.attach()
-            if not self._armed:
+            if not self._armed or slot.fired:
                 return
             slot.fired = True
             self.ready_s[slot.name] = now_s = time.perf_counter()

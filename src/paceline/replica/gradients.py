@@ -72,10 +72,13 @@ class Gradients:
         """Names of parameters by bucket."""
         return [[slot.name for slot in bucket.slots] for bucket in self._launcher.buckets]
 
-    def arm(self, divisor: Divisor, step: int, loss_scale: float) -> None:
-        """Launch buckets during the next backward pass; for the arguments see `GradientReducer.reduce`."""
+    def arm(self, divisor: Divisor, step: int, loss_scale: float, *, repeats: bool = False) -> None:
+        """Launch buckets during the next backward pass, or after it if it `repeats` gradients, which add up.
+
+        For the other arguments see `GradientReducer.reduce`.
+        """
         self._divisor, self._step, self._loss_scale = divisor, step, loss_scale
-        self._launcher.arm(is_eager=self.is_eager)
+        self._launcher.arm(is_eager=self.is_eager and not repeats)
 
     def collect(self) -> None:
         """Collect gradients that were computed without the hooks, as in pipeline stages."""

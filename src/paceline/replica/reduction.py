@@ -48,9 +48,7 @@ class GradientReduction:
         optimizer_step: Owner of its steps.
         shard: Model shard of this rank; its group is all workers.
         rule: Synchronisation rule, which forms the reduce groups.
-        bucket_bytes: See `Replica`.
-        landing: See `Replica`.
-        seed, num_virtual_workers: See `Replica`.
+        bucket_bytes, landing, seed, num_virtual_workers: See `Replica`.
     """
 
     def __init__(
@@ -273,13 +271,14 @@ class GradientReduction:
         if self._in_common is not None:
             self._in_common.arm(lambda: 1.0, step, loss_scale)
         if self.gradients is not None:
-            self.gradients.arm(divisor, step, loss_scale)
+            self.gradients.arm(divisor, step, loss_scale, repeats=self._shard.repeats_blocks)
 
     def end_backward(self, *, last: bool = True, collect: bool = False) -> None:
         """Launch what the `last` backward of a step has left; keep what another one made for a virtual worker.
 
         Gradients that were computed without hooks, as in pipeline stages, are to be collected first.
         """
+        self._shard.end_backward()
         if self.virtual is not None:
             self.virtual.end_backward()
         if not last:
@@ -300,6 +299,8 @@ class GradientReduction:
     def abandon(self, error: Exception) -> bool:
         """Drop a step that has failed on all workers alike; return False if they may be out of step now."""
         self.failure = type(error)
+        if self._shard.reduce_scatter is not None:
+            self._shard.reduce_scatter.roll_back()
         at_update = self.landing is None or isinstance(self.landing, StepCoding)
         is_plain = self._shard.is_whole and self._shard.mesh is None
         is_equal = self._rule.keeps_replicas_equal and self.covers_all_workers
@@ -432,10 +433,10 @@ class GradientReduction:
 
     def _clear_unused(self, step: int, *, may_skip: bool) -> list[str]:
         """Return the parameters that no rank which shares them used; refuse a sum of shards that is not finite."""
-        use = self._shard.clear_unused_gradients(self._parameters, self.reduce_group)
-        if (use.num_non_finite or use.num_overflown) and not may_skip:
-            assert self._shard.reduce_scatter is not None
-            self._shard.reduce_scatter.roll_back()
+        # A codec's sum is NaN where something is not finite: the norm, or the search for overflows, sees that too.
+        is_unseen = not may_skip and self._optimizer_step.clip_norm is None
+        use = self._shard.clear_unused_gradients(self._parameters, self.reduce_group, checks_finite=is_unseen)
+        if use.num_non_finite or use.num_overflown:
             found = f"on {use.num_non_finite} ranks" if use.num_non_finite else "in the sum over ranks only"
             raise NonFiniteError(
                 f"gradients must be finite, but at step {step} some are not, {found}, while the loss is; lower the "

@@ -5,7 +5,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -176,7 +176,9 @@ def _judge(
     """Yield the sums of a batch on the rank that counts them; nothing on others that take part in it."""
     pipeline, recorder = model.shard.pipeline, Recorder(model)
     if pipeline is None:
-        loss = objective.loss(recorder if metrics is not None else model, batch)
+        with model.shard.evaluation_context():
+            loss = objective.loss(recorder if metrics is not None else model, batch)
+            loss = replace(loss, mean=loss.whole_mean)
         # All ranks that share the model measure, since a metric may call it again.
         measured = metrics.measure(recorder, recorder.output_of(batch), batch) if metrics is not None else {}
     else:

@@ -77,7 +77,7 @@ class LossTrial:
                 return None, ""  # as any other, the first step raises it
             reason = str(error).strip().partition("\n")[0]
             return None, self._describe_use(f"raises {type(error).__name__}: {reason}")
-        if measured is None or not measured.used or not self._shards_parameters:
+        if measured is None or not measured.used or not self._refuses_parameters:
             return measured, ""
         return measured, self._describe_use(f"uses {measured.used}")
 
@@ -107,6 +107,10 @@ class LossTrial:
             gradients: tuple[Tensor | None, ...] = ()
             if loss.mean.requires_grad and not used:
                 gradients = torch.autograd.grad(full_tensor(loss.mean), model.outputs, allow_unused=True)
+            elif used and not self._refuses_parameters:  # torch may know parts of tensors in forward only
+                trained = [parameter for parameter in shard.module.parameters() if parameter.requires_grad]
+                shard.check_loss(loss.mean)
+                torch.autograd.grad(full_tensor(loss.mean), trained, allow_unused=True)
             return _Measured(loss, float(full_tensor(loss.mean.detach())), gradients, used)
 
     def _compare(self, whole: "_Measured | None", part: "_Measured | None") -> str:
@@ -138,9 +142,9 @@ class LossTrial:
         return not all(self._shard.world.gather_documents(is_same, name="random loss"))
 
     @property
-    def _shards_parameters(self) -> bool:
-        layout = self._shard.layout
-        return layout.tensor > 1 or layout.expert > 1 or layout.shards_parameters
+    def _refuses_parameters(self) -> bool:
+        """Whether a loss that uses parameters itself would get wrong gradients."""
+        return self._shard.layout.expert > 1 or self._shard.layout.shards_parameters
 
     @property
     def _name(self) -> str:
@@ -151,9 +155,10 @@ class LossTrial:
         axes = {"tensor": layout.tensor, "expert": layout.expert, "sharded": layout.sharded}
         axis = next(f"{axis}({size})" for axis, size in axes.items() if size > 1)
         option = axis.partition("(")[0]
+        write = "write parameter.full_tensor() there, or " if option == "tensor" else ""
         return (
             f"a loss must be computed from the model's output for {axis}, where each rank has parts of parameters, but "
-            f"{self._name} {what}; leave penalties on parameters to the optimizer (weight_decay), or take "
+            f"{self._name} {what}; leave penalties on parameters to the optimizer (weight_decay), or {write}take "
             f"--layout.{option} 1 and --layout.data {axes[option]}"
         )
 

@@ -1,0 +1,30 @@
+"""Reading a number of a tensor of which this rank has a part: refused, since torch reads that of the part."""
+
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from paceline.errors import SettingsError
+
+
+def refuse_reads_of_parts() -> None:
+    """Let `float(x)`, `x.item()` and `if x > y:` raise where the number is not the same on all ranks.
+
+    Torch would give each rank that of its part: a sum of its entries in a norm, or another branch on each rank.
+    """
+    # Torch has no public way to say what an operation does with a DTensor.
+    DTensor._op_dispatcher._custom_op_handlers[torch.ops.aten._local_scalar_dense.default] = _read
+
+
+def _read(op_call: object, args: tuple[object, ...], kwargs: dict[str, object]) -> Any:
+    value = args[0]
+    assert isinstance(value, DTensor)
+    names = value.device_mesh.mesh_dim_names or ("",) * value.device_mesh.ndim
+    for name, size, placement in zip(names, value.device_mesh.shape, value.placements, strict=True):
+        if size > 1 and not placement.is_replicate():
+            raise SettingsError(
+                "float(), item() and conditions must be of all of a tensor, but this DTensor has a part of it, or one "
+                f"of the summands, over {name}({size}): {placement}; write x.full_tensor() for x, on every rank"
+            )
+    return value._local_tensor.item()
