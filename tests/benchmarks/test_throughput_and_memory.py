@@ -3,7 +3,7 @@
 import pytest
 
 from paceline.benchmarks import MemoryBenchmark, ThroughputBenchmark, Workers
-from paceline.benchmarks.memory import LAYOUTS, TECHNIQUES
+from paceline.benchmarks.memory import LAYOUTS, LAYOUTS_OF_EIGHT, TECHNIQUES
 from paceline.errors import UnknownNameError
 from paceline.recipes.transformer_lm import TransformerLM
 
@@ -54,7 +54,7 @@ def test_memory_stands_beside_its_estimate():
 
 
 def test_every_technique_is_a_run_of_its_own():
-    runs = [MemoryBenchmark().make_run(name) for name in TECHNIQUES | LAYOUTS]
+    runs = [MemoryBenchmark().make_run(name) for name in TECHNIQUES | LAYOUTS | LAYOUTS_OF_EIGHT]
     assert len({run.model_dump_json() for run in runs}) == len(runs)
     with pytest.raises(UnknownNameError, match="technique must be a known name, but got 'magic'"):
         MemoryBenchmark(techniques=("magic",)).measure()

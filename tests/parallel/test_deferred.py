@@ -411,7 +411,7 @@ def test_an_error_that_the_construction_catches_is_no_less_of_a_reason(trial: st
 
 
 @pytest.mark.parametrize("num_drawn", [0, 1, 623, 624, 625, 20001])
-@pytest.mark.parametrize("num_words", [0, 1, 623, 624, 625, 1248, 10**4, 3 * 10**6 + 1])
+@pytest.mark.parametrize("num_words", [0, 1, 623, 624, 625, 1248, 10**4, 10**6, 3 * 10**6 + 1])
 def test_a_skip_ends_where_drawing_does(num_drawn: int, num_words: int) -> None:
     torch.manual_seed(3)
     torch.empty(num_drawn).uniform_()
@@ -420,6 +420,12 @@ def test_a_skip_ends_where_drawing_does(num_drawn: int, num_words: int) -> None:
     expected = torch.rand(700)
     torch.set_rng_state(skip(before, num_words))
     assert torch.equal(torch.rand(700), expected)
+
+
+def test_skips_of_any_length_add_up() -> None:
+    state = torch.get_rng_state()
+    for first, second in ((624 * 2**21, 624 * (2**21 - 1)), (10**12 + 1, 3 * 10**15), (19937 * 624, 19936 * 624)):
+        assert torch.equal(skip(skip(state, first), second), skip(state, first + second))
 
 
 LAYOUTS: dict[int, list[dict[str, Any]]] = {
@@ -479,8 +485,10 @@ def test_each_rank_makes_its_part_of_the_whole_construction(num_ranks: int) -> N
 
 
 def test_the_generator_is_held_only_by_code_beside_torch_and_this_package() -> None:
-    assert not construction._is_generator_held()
+    assert not construction._is_held_by_frozen()
+    assert not construction._is_held(gc.get_referrers(torch.default_generator))
 
     holder = [torch.default_generator]
-    assert construction._is_generator_held()
+    assert construction._is_held_by_frozen()
+    assert not construction._is_held(gc.get_referrers(torch.default_generator)), "it is frozen now"
     del holder

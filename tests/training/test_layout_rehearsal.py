@@ -15,7 +15,9 @@ from paceline.data.order import Interval
 from paceline.errors import SettingsError
 from paceline.memory import Memory
 from paceline.memory.absent_group import absent_world
+from paceline.parallel.expert import find_experts
 from paceline.parallel.pipeline import PipelineSettings
+from paceline.recipes.transformer_lm import TransformerLM
 from paceline.sync import DiLoCo
 from paceline.testing.processes import run_processes
 from paceline.topology.layout import Layout
@@ -29,6 +31,8 @@ from paceline.training.rehearsal import count_samples
 from paceline.training.session import build_replica
 from paceline.training.training import prepare
 
+EVEN = TransformerLM(width=32, num_layers=2, num_heads=2, num_experts=4, experts_per_token=4)
+"""A model whose tokens use all experts."""
 CASES: dict[str, dict[str, Any]] = {
     "zero 3": {"layout": Layout(sharded=4), "num_micro_batches": 2},
     "zero 2": {"layout": Layout(sharded=4, zero_stage=2)},
@@ -47,15 +51,30 @@ CASES: dict[str, dict[str, Any]] = {
     "tensor, pipeline": {"layout": Layout(tensor=2, pipeline=2)},
     "sharded, pipeline": {"layout": Layout(sharded=2, pipeline=2)},
     "sharded, tensor": {"layout": Layout(sharded=2, tensor=2)},
+    "expert": {"layout": Layout(expert=2), "model": EVEN},
 }
-
 
 NAMES = [*CASES]
 """Cases of this file, to which others may add theirs."""
 
 
 def make(case: str) -> Run:
+    if case == "uneven":
+        return make_run(layout=Layout(expert=2), model=FunctionModel(path=f"{__file__}:make_uneven"))
     return make_run(**CASES[case])
+
+
+def make_uneven() -> nn.Module:
+    """Return a model whose tokens all use the experts of the last rank."""
+    model = EVEN.model_copy(update={"experts_per_token": 2}).build(TEXT.train.spec)
+    for experts in find_experts(model).values():
+        experts.register_forward_pre_hook(use_last)
+    return model
+
+
+def use_last(module: nn.Module, args: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+    x_NW, index_NK, weight_NK = args
+    return x_NW, torch.arange(2, 4).expand(index_NK.shape), weight_NK
 
 
 def measure(cases: list[str]) -> dict[str, dict[str, Any]]:
@@ -107,6 +126,18 @@ def test_the_rank_that_needs_the_most_needs_what_was_estimated() -> None:
         if abs(estimated.peak_bytes / measured["peak"] - 1) > 0.04:  # 10 % are promised
             wrong[case] = (estimated.peak_bytes, measured, parts)
     assert not wrong
+
+
+@pytest.mark.slow
+def test_ranks_that_share_experts_need_what_was_estimated_and_at_most_what_was_said() -> None:
+    results = run_processes(2, measure, {"cases": ["expert", "uneven"]})
+    for result in results:
+        assert result.exit_code == 0, result.output
+    even, uneven = (results[0].value[case]["peak"] for case in ("expert", "uneven"))
+    assert estimate(make("expert"), TEXT, 2, CPU).peak_bytes == pytest.approx(even, rel=0.01)
+    needed = estimate(make("uneven"), TEXT, 2, CPU)
+    assert needed.most_bytes == pytest.approx(uneven, rel=0.01)
+    assert needed.most_bytes > 1.1 * needed.peak_bytes
 
 
 def test_every_stage_is_rehearsed_and_every_rank_that_shares_the_optimizer() -> None:

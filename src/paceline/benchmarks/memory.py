@@ -54,6 +54,18 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "tensor 2, pipeline 2": {"layout": {"tensor": 2, "pipeline": 2}, "pipeline": {"order": "1f1b"}},
 }
 """Settings of a run on four ranks, by its layout."""
+LAYOUTS_OF_EIGHT: dict[str, dict[str, Any]] = {
+    "sharded 2, tensor 2, pipeline 2": {
+        "layout": {"sharded": 2, "tensor": 2, "pipeline": 2},
+        "pipeline": {"order": "1f1b"},
+    },
+    "tensor 2, pipeline 2, data 2": {
+        "layout": {"data": 2, "tensor": 2, "pipeline": 2},
+        "pipeline": {"order": "1f1b"},
+    },
+}
+"""Settings of a run on eight ranks, by its layout."""
+_ALL = TECHNIQUES | LAYOUTS | LAYOUTS_OF_EIGHT
 
 
 @register("memory")
@@ -68,15 +80,16 @@ class MemoryBenchmark(Benchmark):
     model: Model = TransformerLM(width=256, num_layers=6, num_heads=4)
     global_batch: int = Field(default=32, ge=2)
     techniques: tuple[str, ...] | Literal["layouts"] = tuple(TECHNIQUES)
-    """Ways to save memory; ``layouts`` is all layouts of four ranks (``--workers.num_workers 4``)."""
+    """Ways to save memory; ``layouts`` is all layouts of four or eight ranks (``--workers.num_workers 4``)."""
     workers: Workers = Workers()
     """Ranks of the benchmark; two for the sharded cases."""
 
     def measure(self) -> list[BenchmarkRow]:
         """Train with each."""
-        chosen = tuple(LAYOUTS) if self.techniques == "layouts" else self.techniques
-        if unknown := [name for name in chosen if name not in TECHNIQUES | LAYOUTS]:
-            raise unknown_name("technique", unknown[0], TECHNIQUES | LAYOUTS)
+        layouts = LAYOUTS_OF_EIGHT if self.workers.num_workers == 8 else LAYOUTS
+        chosen = tuple(layouts) if self.techniques == "layouts" else self.techniques
+        if unknown := [name for name in chosen if name not in _ALL]:
+            raise unknown_name("technique", unknown[0], _ALL)
         device = guess_device(self.workers.num_workers)
         names = [name for name in chosen if device.type != "cpu" or "offload" not in name]
         return [row for name in names for row in self._measure(name)]
@@ -93,7 +106,7 @@ class MemoryBenchmark(Benchmark):
             "checkpoint_interval": 0,
         }
         document = run.model_copy(update=changes).model_dump(mode="json")
-        for name, value in (TECHNIQUES | LAYOUTS)[technique].items():
+        for name, value in _ALL[technique].items():
             document[name] = {**document[name], **value} if isinstance(value, dict) else value
         return Run.model_validate(document)
 

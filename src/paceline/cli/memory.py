@@ -49,6 +49,8 @@ def _print(needed: "Estimate", num_ranks: int, device: str) -> None:
     for category, num_bytes in needed.bytes_of.items():
         typer.echo(f"  {category:14} {_size(num_bytes):>9}")
     typer.echo(f"  {'in all':14} {_size(needed.peak_bytes):>9}")
+    if needed.most_bytes:
+        typer.echo(f"  {'at most':14} {_size(needed.most_bytes):>9}, if tokens use the experts of one rank most")
     if needed.division:
         typer.echo(f"  an estimate by division, since ranks could not be rehearsed: {needed.division}")
     if needed.host_bytes:

@@ -34,6 +34,8 @@ class Estimate:
     """Bytes offloaded to CPU memory, if the device is a GPU."""
     division: str = ""
     """Direction in which it may be off, if a whole model's bytes were divided, since ranks could not be rehearsed."""
+    most_bytes: int = 0
+    """Bytes on the device if the experts of one rank are used as much as they can be; 0 without an expert axis."""
 
     @property
     def peak_bytes(self) -> int:

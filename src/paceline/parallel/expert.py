@@ -147,7 +147,8 @@ def _divide(module: nn.Module, found: Mapping[str, nn.Module], mesh: Mesh) -> li
         attributes = {"num_experts": counts[name] // mesh.size("expert")} if name in found else {}
         apply("replicate", part, activations, is_in_block=False, attributes=attributes)
     group = mesh.group("expert").duplicate("tokens of experts")
-    return [TokenExchange(name, experts, group, counts[name]) for name, experts in found.items()]
+    mixtures = {mixture.experts: mixture for _, mixture in list_mixtures(module)}
+    return [TokenExchange(name, experts, group, counts[name], mixtures.get(experts)) for name, experts in found.items()]
 
 
 class _Proof:

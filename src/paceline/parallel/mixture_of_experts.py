@@ -6,6 +6,7 @@ Shapes: B samples, T tokens of a sample, N tokens, W width, H hidden dims, E exp
 import math
 import weakref
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import NamedTuple
 
@@ -15,6 +16,8 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from paceline.errors import SettingsError
+
+_is_uneven = False
 
 
 class Experts(nn.Module):
@@ -108,6 +111,8 @@ class MixtureOfExperts(nn.Module):
         self.capacity_factor, self.balance = capacity_factor, balance
         self.router = nn.Linear(width, num_experts, bias=False)
         self.experts = experts if experts is not None else Experts(width, num_experts, hidden or 4 * width)
+        self.most_tokens: int | None = None
+        """Most tokens of the last forward that an expert took; None for all."""
         self._unevenness: Tensor | None = None
         self._counts_E1: Tensor | None = None
         self._is_forward_over = True
@@ -156,10 +161,11 @@ class MixtureOfExperts(nn.Module):
     def _route(self, probability_BTE: Tensor, index_BTK: Tensor) -> Tensor:
         """Return the experts that have room for each token, and note how even their use is."""
         wanted_BTKE = index_BTK[..., None] == torch.arange(self.num_experts, device=index_BTK.device)
-        kept_BTK = index_BTK
+        kept_BTK, self.most_tokens = index_BTK, None
         if self.capacity_factor is not None:
             num_wanted = index_BTK.shape[1] * self.top_k
             capacity = math.ceil(self.capacity_factor * num_wanted / self.num_experts)
+            self.most_tokens = len(index_BTK) * capacity
             place_BSE = wanted_BTKE.flatten(1, 2).cumsum(1)
             place_BTK = place_BSE.view_as(wanted_BTKE).gather(-1, index_BTK[..., None]).squeeze(-1)
             kept_BTK = index_BTK.masked_fill(place_BTK > capacity, self.num_experts)
@@ -229,9 +235,35 @@ def count_experts(index_NK: Tensor, num_experts: int) -> Tensor:
     return _count(index_NK.flatten(), num_experts + 1)[:num_experts]
 
 
+@contextmanager
+def used_unevenly() -> Iterator[None]:
+    """While active, a rehearsal's tokens use the experts of its rank as often as they can; else all are used evenly."""
+    global _is_uneven
+    before, _is_uneven = _is_uneven, True
+    try:
+        yield
+    finally:
+        _is_uneven = before
+
+
+def suppose_counts(num_choices: int, num_experts: int, most: int, first: int = 0) -> list[int]:
+    """Return how often each expert is used in a rehearsal.
+
+    Args:
+        num_choices: Number of tokens, times the experts of each.
+        num_experts: Number of experts.
+        most: Most tokens that an expert can get.
+        first: First of the experts that get as many as they can, where use is uneven.
+    """
+    if not _is_uneven:
+        return [min((num_choices + place) // num_experts, most) for place in range(num_experts)]
+    places = [(place - first) % num_experts for place in range(num_experts)]
+    return [max(0, min(most, num_choices - most * place)) for place in places]
+
+
 def _read_counts(index_NK: Tensor, num_experts: int) -> list[int]:
-    if isinstance(index_NK, FakeTensor):  # a rehearsal, in which all experts are used evenly
-        return [(index_NK.numel() + place) // num_experts for place in range(num_experts)]
+    if isinstance(index_NK, FakeTensor):
+        return suppose_counts(index_NK.numel(), num_experts, len(index_NK))
     counts: list[int] = count_experts(index_NK, num_experts).tolist()
     return counts
 

@@ -7,15 +7,18 @@ that arrive.
 import inspect
 from typing import Any, NamedTuple
 
+import numpy
+import numpy.typing
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import keystr, tree_map_with_path
 
 from paceline.comm.group import Group
 from paceline.comm.streams import send_to
 from paceline.errors import SettingsError
-from paceline.parallel.mixture_of_experts import Experts, count_experts
+from paceline.parallel.mixture_of_experts import Experts, MixtureOfExperts, count_experts, suppose_counts
 from paceline.parallel.second_order import differentiated_once
 
 
@@ -35,10 +38,13 @@ class TokenExchange:
         module: Module of experts, of which this rank has a part already.
         group: Ranks that share the experts, for these exchanges alone.
         num_experts: Number of all experts.
+        mixture: Layer of these experts, if it is known: a rehearsal asks it for its capacity.
     """
 
-    def __init__(self, name: str, module: nn.Module, group: Group, num_experts: int) -> None:
-        self._name, self._group, self._num_experts = name, group, num_experts
+    def __init__(
+        self, name: str, module: nn.Module, group: Group, num_experts: int, mixture: MixtureOfExperts | None = None
+    ) -> None:
+        self._name, self._group, self._num_experts, self._mixture = name, group, num_experts, mixture
         self._signature = inspect.signature(module.forward)
         self._sent_bytes = 0
         self._has_rows: dict[str, bool] = {}
@@ -114,19 +120,14 @@ class TokenExchange:
 
     def _plan(self, x_NW: Tensor, index_NK: Tensor, weight_NK: Tensor) -> "_Route":
         """Return the way of this rank's tokens, once all ranks have told how many go to each expert."""
-        group, device = self._group, index_NK.device
-        mine_E = count_experts(index_NK, self._num_experts)
-        everybody = mine_E.new_zeros(group.size, self._num_experts)
-        with _disable_current_modes():
-            group.all_gather(everybody, mine_E, name=f"numbers of tokens of {self._name}").wait()
-            self._sent_bytes += mine_E.nbytes * (group.size - 1)
-            told = everybody.tolist()  # the only wait of the host
-        counts_nnE = torch.tensor(told).unflatten(1, (group.size, -1))  # by source, destination and its experts
-        arriving_nE = counts_nnE[:, group.rank]
+        rank, device = self._group.rank, index_NK.device
+        counts_nnE = self._tell_counts(index_NK).reshape(self._group.size, self._group.size, -1)
+        sent_n, arriving_nE = counts_nnE[rank].sum(1), counts_nnE[:, rank]
         num_rows = int(counts_nnE.sum(2).max())
-        experts = torch.arange(arriving_nE.shape[1]).repeat(group.size)
-        choice = index_NK.flatten().argsort(stable=True)[: int(counts_nnE[group.rank].sum())]
+        experts = torch.arange(arriving_nE.shape[1]).repeat(self._group.size)
+        choice = index_NK.flatten().argsort(stable=True)[: int(sent_n.sum())]
         counts = arriving_nE.sum(0).tolist()
+        expert = experts.repeat_interleave(torch.tensor(arriving_nE.flatten()), output_size=sum(counts))
         return _Route(
             len(x_NW),
             index_NK.shape[1],
@@ -135,10 +136,28 @@ class TokenExchange:
             choice,
             choice // index_NK.shape[1],
             weight_NK.flatten()[choice],
-            send_to(device, _list_slots(counts_nnE[group.rank].sum(1), num_rows)),
+            send_to(device, _list_slots(sent_n, num_rows)),
             send_to(device, _list_slots(arriving_nE.sum(1), num_rows)),
-            send_to(device, experts.repeat_interleave(arriving_nE.flatten())),
+            send_to(device, expert),
         )
+
+    def _tell_counts(self, index_NK: Tensor) -> "numpy.typing.NDArray[numpy.int64]":
+        """Return how many tokens of each rank go to each expert, which all ranks tell each other."""
+        mine_E = count_experts(index_NK, self._num_experts)
+        everybody = mine_E.new_zeros(self._group.size, self._num_experts)
+        if isinstance(index_NK, FakeTensor):
+            return numpy.array([self._suppose_counts(index_NK)] * self._group.size)
+        with _disable_current_modes():
+            self._group.all_gather(everybody, mine_E, name=f"numbers of tokens of {self._name}").wait()
+            self._sent_bytes += mine_E.nbytes * (self._group.size - 1)
+            return numpy.array(everybody.tolist())  # the only wait of the host
+
+    def _suppose_counts(self, index_NK: Tensor) -> list[int]:
+        """Return how many tokens of each rank go to each expert in a rehearsal."""
+        most = self._mixture.most_tokens if self._mixture is not None else None
+        most = len(index_NK) if most is None else min(most, len(index_NK))
+        first = self._group.rank * self._num_experts // self._group.size
+        return suppose_counts(index_NK.numel(), self._num_experts, most, first)
 
     def _move(self, rows: Tensor, slots: Tensor, taken: Tensor, num_rows: int) -> Tensor:
         """Put rows into `slots` of the message to all ranks, and return those `taken` of the message from all."""
@@ -174,7 +193,7 @@ class _Route(NamedTuple):
     """Expert of that row, counted from this rank's first."""
 
 
-def _list_slots(counts: Tensor, num_rows: int) -> Tensor:
+def _list_slots(counts: "numpy.typing.NDArray[numpy.int64]", num_rows: int) -> Tensor:
     """Return the filled slots of messages of `num_rows`, of which the first `counts` are filled."""
     return torch.cat([torch.arange(count) + index * num_rows for index, count in enumerate(counts.tolist())])
 

@@ -6,6 +6,7 @@ whose other ranks do not exist.
 
 import warnings
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from paceline.memory.absent_group import absent_world
 from paceline.memory.estimate import count_codec, count_synchroniser
 from paceline.memory.rehearsal import UnknownValues
 from paceline.parallel.local import local
+from paceline.parallel.mixture_of_experts import used_unevenly
 from paceline.parallel.parallelize import find_shard, parallelize, try_plan
 from paceline.parallel.pipeline import PipelineSettings
 from paceline.parallel.tensor import full_tensor
@@ -51,7 +53,7 @@ def estimate_layout(
 
     Each rank whose part differs is rehearsed: all stages of a pipeline and, where the optimizer alone is sharded, all
     ranks that share it. Along other axes the first rank has the largest part. Costs of a pipeline's stages are
-    estimated, also where the run measures them.
+    estimated, also where the run measures them. Experts are used evenly, and once more as unevenly as can be.
 
     Args:
         run: A run with a layout that shares the model, or its sequences.
@@ -67,11 +69,17 @@ def estimate_layout(
     axes = run.layout.resolve(num_ranks)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the ranks will warn
-        found = [
-            rehearse_rank(run, splits, rank, num_ranks, choices, device, plan)
-            for rank in list_distinct(run.layout, axes)
-        ]
-    return max(found, key=lambda needed: needed.peak_bytes)
+
+        def rehearse_worst() -> Estimate:
+            ranks = list_distinct(run.layout, axes)
+            found = [rehearse_rank(run, splits, rank, num_ranks, choices, device, plan) for rank in ranks]
+            return max(found, key=lambda needed: needed.peak_bytes)
+
+        needed = rehearse_worst()
+        if run.layout.expert == 1:
+            return needed
+        with used_unevenly():
+            return replace(needed, most_bytes=rehearse_worst().peak_bytes)
 
 
 def find_rehearsed_plan(run: Run, splits: Splits) -> TensorPlan | Mapping[str, str] | None:
@@ -181,8 +189,7 @@ class _Rehearsal:
         """Return bytes by purpose at the peak of the second step, shapes of gradients, and workers that sum them."""
         self._take_step()
         tracker = StorageTracker("cpu")
-        if self._reduction.gradients is not None:
-            tracker.label("gradients", [bucket.flat.buffer for bucket in self._reduction.gradients.buckets])
+        tracker.label("gradients", self._reduction.list_buffers())
         if self._shard.pipeline is not None:
             tracker.label("communication", self._shard.pipeline.buffers)
         with counting(self._module, local_optimizer(self._optimizer), "cpu", tracker):
@@ -211,7 +218,7 @@ class _Rehearsal:
         self._reduction.finish(skipped=False)
 
     def _run_micro_batch(self, *, last: bool) -> None:
-        run, shard, gradients = self._run, self._shard, self._reduction.gradients
+        run, shard = self._run, self._shard
         data = map_tensors(lambda tensor: tensor.new_empty(self._num_samples, *tensor.shape[1:]), self._sample)
         batch = shard.split_context(Batch(data, self._num_samples, Interval(0, run.global_batch), last))
         with shard.forward_context():
@@ -222,16 +229,14 @@ class _Rehearsal:
                 if last:
                     shard.reduce_tied_gradients(self._parameters)
                     self._reduction.arm(lambda: 1.0, 1.0, 0, 1.0)
-                if last and gradients is not None:
-                    gradients.collect()
             else:
-                loss = run.loss.loss(Forward(self._module, run.precision, "cpu"), batch).mean
+                forward = Forward(self._module, run.precision, "cpu", shard.forward_pass)
+                loss = run.loss.loss(forward, batch).mean
                 shard.begin_backward(last=last)
                 if last:
                     self._reduction.arm(lambda: 1.0, 1.0, 0, 1.0)
                 full_tensor(loss).backward()
-            if last and gradients is not None:
-                gradients.finish()
+            self._reduction.end_backward(last=last, collect=shard.pipeline is not None)
 
     def _compute_loss(self, output: Tensor, data: Any) -> Tensor:
         num_samples = len(list_tensors(data)[0])

@@ -41,8 +41,9 @@ def estimate(run: Run, splits: Splits, num_ranks: int, device: torch.device) -> 
 
     One whole step is rehearsed, with the run's own model, loss, optimizer, precision, micro-batches and savings;
     see `estimate_step`. With a layout each rank's own step is, and the one that needs the most counts
-    (`estimate_layout`). Where that cannot be, such as with an expert axis, offloading, or a tensor plan
-    that is found by trying and too large for that, a whole model's step is divided as `divide` says, which is rougher.
+    (`estimate_layout`). Where that cannot be, such as with experts of other classes than `Experts`, offloading, or a
+    tensor plan that is found by trying and too large for that, a whole model's step is divided as `divide` says, which
+    is rougher.
 
     Raises:
         SettingsError: The model cannot be rehearsed, or its savings cannot be had.
@@ -50,7 +51,7 @@ def estimate(run: Run, splits: Splits, num_ranks: int, device: torch.device) -> 
     check_device(run, device)
     num_workers = max(1, num_ranks // run.layout.ranks_of_worker)
     choices = choose_blocks(run, splits, num_workers, device)
-    if not run.layout.is_plain and run.layout.expert == 1 and run.memory.offload == "none":
+    if not run.layout.is_plain and run.memory.offload == "none":
         try:
             return guarded(lambda: estimate_layout(run, splits, num_ranks, choices, device))
         except PacelineError:  # such as a plan too large to try; what is wrong with a layout its ranks will tell
@@ -83,7 +84,8 @@ def check_fit(run: Run, splits: Splits, num_ranks: int, device: torch.device, av
 
     Raises:
         SettingsError: The run does not fit; the message names changes that would, the cheapest first. An estimate by
-            division only warns, unless what ranks keep is too much already.
+            division only warns, unless what ranks keep is too much already; so does one that fits if experts are used
+            evenly alone.
     """
     if not run.memory.check:
         return None
@@ -95,6 +97,13 @@ def check_fit(run: Run, splits: Splits, num_ranks: int, device: torch.device, av
         warnings.warn(f"memory was not checked: {error}", stacklevel=2)
         return None
     if needed.peak_bytes <= available:
+        if needed.most_bytes > available:
+            warnings.warn(
+                f"a rank's memory may not hold a step if experts are used unevenly: it needs {size(needed.peak_bytes)} "
+                f"of {size(available)} there are, but up to {size(needed.most_bytes)} if tokens use the experts of one "
+                "rank most; set the model's capacity_factor to bound that, and --memory.check false silences this",
+                stacklevel=2,
+            )
         return needed
     if needed.division and sum(needed.bytes_of[category] for category in _KEPT) <= available:
         warnings.warn(

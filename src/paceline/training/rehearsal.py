@@ -6,6 +6,7 @@ import itertools
 import logging
 import warnings
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, TypeVar
@@ -332,10 +333,13 @@ class Forward:
     module: nn.Module
     precision: Precision
     device: str
+    forward_pass: Callable[[], AbstractContextManager[None]] = nullcontext
+    """Context of the module's forward."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module forward in the precision."""
-        return self._run(self.module, *args, **kwargs)
+        with self.forward_pass():
+            return self._run(self.module, *args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
         return find_attribute(self, name, self._run)

@@ -1,6 +1,7 @@
 """A model's construction: recorded once on every rank, and carried out for the parameters that a rank holds."""
 
 import gc
+import sys
 import time
 from collections.abc import Callable, Iterator
 from types import BuiltinMethodType
@@ -27,6 +28,8 @@ _HELD = (
     "it keeps tensors that are neither parameters, buffers nor attributes of its modules, such as in a closure or a "
     "hook; read them from the module there"
 )
+_num_known = 0
+"""References to torch's generator when last no other code than torch held it."""
 _NUM_LOOKS = 5
 """Number of times that it is looked, a tenth of a second apart, whether tensors of a refused construction are held."""
 
@@ -103,8 +106,9 @@ def defer(build: Callable[[], nn.Module]) -> tuple[nn.Module, Construction]:
         SettingsError: Something that outlives such a model keeps tensors of its construction that cannot get values.
     """
     state = GENERATOR.get_state()
-    recording = Recording(is_generator_held=_is_generator_held())
-    freezes = not gc.get_freeze_count()  # else what was imported is passed over already
+    holders = gc.get_referrers(GENERATOR)
+    freezes = any(one is skip.__globals__ for one in holders)  # else what was imported is passed over already
+    recording = Recording(is_generator_held=_is_held(holders) or (not freezes and _is_held_by_frozen()))
     if freezes:
         gc.freeze()  # what was there before need not be looked through for tensors of the construction
     try:
@@ -128,27 +132,32 @@ def defer(build: Callable[[], nn.Module]) -> tuple[nn.Module, Construction]:
             gc.unfreeze()
 
 
-def _is_generator_held() -> bool:
-    """Whether other code than torch holds torch's generator, and may ask it for its state at any time."""
+def _is_held(holders: list[Any]) -> bool:
+    """Whether other code than torch is among the holders of torch's generator, and may ask for its state any time."""
     names = {"torch", "torch._C", "torch.random", "torch.utils.data.dataset"}
     ours = f"{skip.__module__.rpartition('.')[0]}."
     return any(
         not (isinstance(one, dict) and ((name := str(one.get("__name__"))) in names or name.startswith(ours)))
-        for one in _list_referrers(GENERATOR)
+        for one in holders
         if not isinstance(one, BuiltinMethodType)  # Dynamo's list of them
     )
 
 
-def _list_referrers(wanted: object) -> list[object]:
-    """Return the objects that refer to one, also those that collections of garbage pass over."""
-    is_frozen = gc.get_freeze_count() > 0
-    if is_frozen:
-        gc.unfreeze()
-    try:
-        return gc.get_referrers(wanted)
-    finally:
-        if is_frozen:
-            gc.freeze()
+def _is_held_by_frozen() -> bool:
+    """Whether other code than torch, which the collector passes over, holds torch's generator.
+
+    Looked for where there are more references than when none was found, since that takes some ten milliseconds.
+    """
+    global _num_known
+    if sys.getrefcount(GENERATOR) == _num_known:
+        return False
+    gc.collect(1)  # what is new and held by nobody need not be frozen too
+    gc.unfreeze()
+    is_held = _is_held(gc.get_referrers(GENERATOR))
+    gc.freeze()
+    if not is_held:
+        _num_known = sys.getrefcount(GENERATOR)
+    return is_held
 
 
 def _record(recording: Recording, build: Callable[[], nn.Module]) -> tuple[nn.Module, Construction]:

@@ -20,7 +20,7 @@ _LOWER = (1 << _LOWER_BITS) - 1
 _DEGREE = _NUM_WORDS * _WORD_BITS - _LOWER_BITS
 _LEFT, _NEXT, KEY = slice(8, 12), slice(16, 24), slice(24, 24 + 8 * _NUM_WORDS)
 """Places in the state that torch returns: words left in the block, the next word, and the block."""
-_MAX_DRAWN = 4096
+_MAX_DRAWN = 900
 """Blocks that are drawn rather than jumped over."""
 _ROWS_AT_ONCE = 256
 
@@ -124,11 +124,20 @@ def _draw_blocks(key: NDArray[np.uint32], num_blocks: int) -> NDArray[np.uint32]
 @lru_cache(maxsize=256)
 def _power(exponent: int) -> int:
     """Return t to the power of `exponent` modulo the characteristic polynomial; bit i is the coefficient of t^i."""
-    power = 1
-    for bit in f"{exponent:b}":
-        spread = np.packbits(np.stack([_coefficients(power), np.zeros(_DEGREE, np.uint8)], 1), bitorder="little")
-        power = _reduce(int.from_bytes(spread.tobytes(), "little") << int(bit))
+    num_bits = max(0, exponent.bit_length() - _DEGREE.bit_length() + 1)
+    power = 1 << (exponent >> num_bits)
+    for place in reversed(range(num_bits)):
+        spread = _spread_bytes()[np.frombuffer(power.to_bytes(-(-_DEGREE // 8), "little"), dtype=np.uint8)]
+        power = _reduce(int.from_bytes(spread.tobytes(), "little") << (exponent >> place & 1))
     return power
+
+
+@cache
+def _spread_bytes() -> NDArray[np.uint16]:
+    """Return, for each byte, its square over GF(2): a zero after each bit."""
+    bits = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little")
+    spread = np.packbits(np.stack([bits, np.zeros_like(bits)], 2).reshape(256, 16), axis=1, bitorder="little")
+    return spread.view("<u2")[:, 0]
 
 
 def _coefficients(polynomial: int) -> NDArray[np.uint8]:
@@ -137,12 +146,21 @@ def _coefficients(polynomial: int) -> NDArray[np.uint8]:
 
 
 def _reduce(polynomial: int) -> int:
-    exponents = _characteristic()
-    while polynomial.bit_length() > _DEGREE:
-        high, polynomial = polynomial >> _DEGREE, polynomial & ((1 << _DEGREE) - 1)
-        for exponent in exponents:
-            polynomial ^= high << exponent
-    return polynomial
+    """Return the rest of a polynomial below twice the degree after division by the characteristic one.
+
+    That is t^d (1 + u) with u in negative powers of t, whose inverse over GF(2) is (1 + u)(1 + u^2)(1 + u^4)...; the
+    power of a sum is the sum of the powers.
+    """
+    quotient, doubled = polynomial >> _DEGREE, 1
+    drops = [_DEGREE - exponent for exponent in _characteristic()]
+    while drops := [drop for drop in drops if drop * doubled < _DEGREE]:
+        found = quotient
+        for drop in drops:
+            found ^= quotient >> drop * doubled
+        quotient, doubled = found, 2 * doubled
+    for exponent in _characteristic():
+        polynomial ^= quotient << exponent
+    return polynomial & ((1 << _DEGREE) - 1)
 
 
 @cache
