@@ -160,3 +160,15 @@ def test_a_model_that_keeps_the_generator_is_refused() -> None:
 
     with pytest.raises(UndeferrableError, match="keeps torch's generator"):
         defer(build)
+
+
+def build_without_elements() -> nn.Module:
+    module = nn.ModuleList([nn.Linear(4, 0), nn.AdaptiveLogSoftmaxWithLoss(8, 20, [5, 10]), nn.Linear(4, 3)])
+    module.register_buffer("none", torch.randn(0, 5))
+    module.register_buffer("empty_view", torch.rand(4)[:0])
+    return module
+
+
+@pytest.mark.filterwarnings("ignore:Initializing zero-element tensors")
+def test_tensors_without_elements_are_as_in_the_whole_construction() -> None:
+    compare(build_without_elements)

@@ -368,6 +368,8 @@ class Recording(TorchDispatchMode):
             for key in touched[place] - wanted.keys():
                 if last_use[key] == place:
                     del storages[key]
+        for key in wanted.keys() - storages.keys():  # such as of tensors without elements
+            storages[key] = torch.UntypedStorage(self._storages.sizes[key])
         return storages
 
     def _choose(self, wanted: dict[int, tuple[int, int]], chosen: set[int]) -> None:
