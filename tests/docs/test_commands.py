@@ -1,9 +1,11 @@
 """Each command on a page can be typed as it stands: it is run, smaller where it is long, or listed with a reason."""
 
+import json
 import re
 import subprocess
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -40,6 +42,8 @@ NOT_RUN = {
 OPTIONS = ("--workers", "--out", "--max-restarts", "--resume")
 """Options of `paceline train` and `paceline memory` that are no settings of a run, and have a value."""
 FLAGS = ("--go_on",)
+SAME = {"train mine.py:run --out /shared/runs/first --go_on": "train mine.py:run --out runs/first --go_on"}
+"""Commands that are run here as another is, whose directory differs alone."""
 FAST_TRAINING = {"mine.py", "points.py", "sentences.py", "my_rule.py", "my_codec.py", "my_program.py"}
 """Files that train on up to three workers in every run of the tests; all other commands train in the slow ones."""
 TOO_LARGE = {"transformer_lm_1b": "eight ranks of it take 20 GB", "4096": "sequences of 4,096 tokens take minutes"}
@@ -96,6 +100,15 @@ def test_each_command_is_run_by_some_test_here_or_listed():
     assert [command for command in NOT_RUN if tuple(command.split()) not in COMMANDS] == [], "no page has it any more"
 
 
+def test_a_command_that_is_run_as_another_differs_in_its_directory_alone():
+    found = [name(words) for words in find("train")]
+    for command, other in SAME.items():
+        assert {command, other} <= set(found), "no page has it any more"
+        (recipe, options, overrides), same = (part_options(words.split()) for words in (command, other))
+        assert "--go_on" in command.split()
+        assert (recipe, options | {"--out": same[1]["--out"]}, overrides) == same
+
+
 def test_each_run_that_a_page_shows_is_trained_by_a_command():
     files = {block.file for block in list_blocks("python") if "def run()" in block.text}
     trained = {part_options(words)[0].partition(":")[0] for words in find("train")}
@@ -125,6 +138,8 @@ def test_a_run_trains(words, after_a_run, run_here):
     for word, reason in TOO_LARGE.items():
         if word in words:
             pytest.skip(reason)
+    if other := SAME.get(name(words)):
+        pytest.skip(f"it is run as {other} is")
     if ELSEWHERE.intersection(words):
         pytest.skip("it needs data of the reader's: tests/cli/test_data_command.py, tests/data/test_packing.py")
     recipe, options, overrides = part_options(words)
@@ -134,7 +149,8 @@ def test_a_run_trains(words, after_a_run, run_here):
     if "--resume" in options or "--go_on" in words:
         options = {key: value for key, value in options.items() if key != "--out"}
         begun = ["--resume", options.pop("--resume", "runs/first")]
-        shorter = ["--num_steps", 402]
+        trained_steps = json.loads(Path(begun[1], "run.json").read_text())["run"]["num_steps"]
+        shorter = ["--num_steps", trained_steps + 2]
     else:
         begun, options = [recipe], {**options, "--out": "runs/new"}
         shorter = ["--num_steps", 2, "--num_epochs", "none"]

@@ -4,6 +4,7 @@ from pydantic import ValidationError
 from paceline.errors import SettingsError, UnknownNameError
 from paceline.programs import Collective, Hierarchical, Ring, Torus, find_algorithm
 from paceline.simulator import Scaling, fit_algorithm, simulate, simulate_collective
+from paceline.simulator.transfers import price_round
 from paceline.topology import DGXA100, FatTree, Switch, TorusCluster
 
 
@@ -50,6 +51,23 @@ def test_all_points_come_with_reasons_for_those_that_cannot_be():
     assert "num_ranks must be a multiple of ranks_per_host" in refusals["hierarchical"]
     with pytest.raises(UnknownNameError, match="did you mean 'ring'"):
         scaling.predict_all(["rings"], [1e9])
+
+
+@pytest.mark.parametrize("own_pace", [False, True])
+@pytest.mark.parametrize("cluster", [Switch(host_bandwidths={0: "50gbit"}), DGXA100(), FatTree(hosts_per_pod=5)])
+def test_points_together_are_those_alone_but_route_each_round_once(cluster, own_pace, monkeypatch):
+    scaling = Scaling(cluster=cluster, own_pace=own_pace, num_ranks=(16,), collective="all_to_all")
+    bandwidths = [1e9, 3e9, 2e10]
+    calls = []
+    monkeypatch.setattr(
+        "paceline.simulator.program.price_round", lambda *arguments: calls.append(1) or price_round(*arguments)
+    )
+    alone = [scaling.predict("ring", 16, bandwidth) for bandwidth in bandwidths]
+    num_alone = len(calls)
+    together, _ = scaling.predict_all(["ring"], bandwidths)
+    assert together == alone
+    assert len({point.total_s for point in alone}) == 3
+    assert num_alone == 3 * (len(calls) - num_alone) > 0
 
 
 def test_algorithms_are_fitted_to_the_cluster():

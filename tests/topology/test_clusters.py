@@ -55,6 +55,11 @@ def test_bandwidth_is_that_of_the_network(name):
     slow, fast = (CLUSTERS[name]().with_bandwidth(text).network(24) for text in ("1gbit", "2gbit"))
     assert capacities(fast, 0, 23) == pytest.approx([2 * capacity for capacity in capacities(slow, 0, 23)])
     assert CLUSTERS[name]().with_bandwidth("1gbit").bandwidth == 1.25e8
+    # Scaling.predict_each routes once for all bandwidths.
+    sources, destinations = (ranks.ravel() for ranks in np.indices((24, 24)))
+    assert np.array_equal(slow.route(sources, destinations), fast.route(sources, destinations))
+    assert np.array_equal(slow.latencies_s, fast.latencies_s)
+    assert (slow.message_s, slow.reduce_bytes_per_s) == (fast.message_s, fast.reduce_bytes_per_s)
 
 
 def test_routes_of_4096_ranks_are_made_on_demand():

@@ -5,7 +5,7 @@ same moment on, each arrives after its latency, and its destination decodes and 
 while the rest is still under way is not modelled: where adding is slow the estimate is too high.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,7 +15,7 @@ from paceline.programs import Program
 from paceline.simulator.network import transfer_times_s
 from paceline.simulator.own_pace import run_at_own_pace
 from paceline.simulator.transfers import CodecCost, Transfers, price_round
-from paceline.topology.cluster import Cluster, Network
+from paceline.topology.cluster import Cluster, Floats, Network
 
 
 @dataclass(frozen=True)
@@ -66,29 +66,52 @@ def simulate(
     Raises:
         SettingsError: `num_bytes` is negative, or the cluster has too few devices.
     """
+    network = cluster.network(program.num_ranks) if isinstance(cluster, Cluster) else cluster
+    capacities = [network.capacities_bytes_per_s]
+    return simulate_each(program, num_bytes, network, capacities, codec=codec, own_pace=own_pace)[0]
+
+
+def simulate_each(
+    program: Program,
+    num_bytes: float,
+    network: Network,
+    capacities_bytes_per_s: Sequence[Floats],
+    *,
+    codec: CodecCost | None = None,
+    own_pace: bool = False,
+) -> list[Cost]:
+    """Return the costs of `program` as `simulate` does, for each of several capacities of the links of `network`.
+
+    Each round is made and routed once for all of them.
+
+    Raises:
+        SettingsError: `num_bytes` is negative.
+    """
     if not 0 <= num_bytes < np.inf:
         raise SettingsError(f"num_bytes must be at least 0 and finite, but got {num_bytes}; give the buffer's size")
-    network = cluster.network(program.num_ranks) if isinstance(cluster, Cluster) else cluster
     codec = codec or CodecCost()
     chunk_bytes = num_bytes / program.num_chunks
-    around = Cost(0.0, 0.0, codec.around_s(program, num_bytes))
+    costs = [[Cost(0.0, 0.0, codec.around_s(program, num_bytes))] for _ in capacities_bytes_per_s]
     if own_pace:
         rounds = [price_round(round_, chunk_bytes, network, codec) for round_ in program.rounds()]
-        total_s, add_s, codec_s = run_at_own_pace(rounds, network.capacities_bytes_per_s)
-        return _sum([around, Cost(total_s - add_s - codec_s, add_s, codec_s)])
-    costs = [around]
-    for index, count in program.round_classes():
-        cost = _simulate_round(price_round(program.round(index), chunk_bytes, network, codec), network)
-        costs.append(Cost(count * cost.transfer_s, count * cost.add_s, count * cost.codec_s))
-    return _sum(costs)
+        for mine, capacities in zip(costs, capacities_bytes_per_s, strict=True):
+            total_s, add_s, codec_s = run_at_own_pace(rounds, capacities)
+            mine.append(Cost(total_s - add_s - codec_s, add_s, codec_s))
+    else:
+        for index, count in program.round_classes():
+            transfers = price_round(program.round(index), chunk_bytes, network, codec)
+            for mine, capacities in zip(costs, capacities_bytes_per_s, strict=True):
+                cost = _simulate_round(transfers, capacities)
+                mine.append(Cost(count * cost.transfer_s, count * cost.add_s, count * cost.codec_s))
+    return [_sum(mine) for mine in costs]
 
 
-def _simulate_round(transfers: Transfers, network: Network) -> Cost:
+def _simulate_round(transfers: Transfers, capacities_bytes_per_s: Floats) -> Cost:
     """Return the cost of a round, by the rank that ends it last."""
     if not len(transfers.sources):
         return Cost(0.0, 0.0, 0.0)
     encode_s = np.bincount(transfers.sources, transfers.encode_s).max()
-    left_s = transfer_times_s(transfers.routes, transfers.wire_bytes, network.capacities_bytes_per_s)
+    left_s = transfer_times_s(transfers.routes, transfers.wire_bytes, capacities_bytes_per_s)
     add_s = np.bincount(transfers.destinations, transfers.add_s)
     decode_s = np.bincount(transfers.destinations, transfers.decode_s)
     arrived_s = np.zeros(len(add_s))

@@ -7,9 +7,9 @@ from typing import Annotated
 from pydantic import Field
 
 from paceline.errors import SettingsError
-from paceline.programs import Algorithm, Collective, Hierarchical, Torus, find_algorithm
+from paceline.programs import Algorithm, Collective, Hierarchical, Program, Torus, find_algorithm
 from paceline.registry import Settings
-from paceline.simulator.program import Cost, simulate
+from paceline.simulator.program import Cost, simulate, simulate_each
 from paceline.topology import Cluster, Switch
 from paceline.topology.torus import TorusCluster
 
@@ -55,20 +55,37 @@ class Scaling(Settings):
         Raises:
             SettingsError: There is no such algorithm, or it lacks that collective for that number of ranks.
         """
-        cluster = self.cluster if bandwidth is None else self.cluster.with_bandwidth(bandwidth)
-        cost = simulate_collective(
-            self.collective, self.num_bytes, num_ranks, cluster, algorithm=algorithm, own_pace=self.own_pace
+        return self.predict_each(algorithm, num_ranks, [self.cluster.bandwidth if bandwidth is None else bandwidth])[0]
+
+    def predict_each(self, algorithm: str, num_ranks: int, bandwidths: Iterable[float]) -> list[Prediction]:
+        """Return the points of the curves at these bandwidths; what they share is computed once.
+
+        Raises:
+            SettingsError: There is no such algorithm, or it lacks that collective for that number of ranks.
+        """
+        clusters = [self.cluster.with_bandwidth(bandwidth) for bandwidth in bandwidths]
+        program = fit_algorithm(algorithm, self.cluster, num_ranks).build(self.collective, num_ranks)
+        networks = [cluster.network(num_ranks) for cluster in clusters]
+        costs = simulate_each(
+            program,
+            _whole_bytes(program, self.num_bytes),
+            networks[0],
+            [network.capacities_bytes_per_s for network in networks],
+            own_pace=self.own_pace,
         )
-        exposed_s = max(0.0, cost.total_s - self.overlap * self.compute_s)
-        return Prediction(
-            algorithm=algorithm,
-            num_ranks=num_ranks,
-            bandwidth_bytes_per_s=float(cluster.bandwidth),
-            total_s=cost.total_s,
-            add_s=cost.add_s,
-            exposed_s=exposed_s,
-            efficiency=self.compute_s / (self.compute_s + exposed_s),
-        )
+        exposed_s = [max(0.0, cost.total_s - self.overlap * self.compute_s) for cost in costs]
+        return [
+            Prediction(
+                algorithm=algorithm,
+                num_ranks=num_ranks,
+                bandwidth_bytes_per_s=float(cluster.bandwidth),
+                total_s=cost.total_s,
+                add_s=cost.add_s,
+                exposed_s=exposed,
+                efficiency=self.compute_s / (self.compute_s + exposed),
+            )
+            for cluster, cost, exposed in zip(clusters, costs, exposed_s, strict=True)
+        ]
 
     def predict_all(
         self, algorithms: Iterable[str], bandwidths: Iterable[float]
@@ -80,7 +97,7 @@ class Scaling(Settings):
             find_algorithm(algorithm)
             for num_ranks in self.num_ranks:
                 try:
-                    predictions += [self.predict(algorithm, num_ranks, bandwidth) for bandwidth in bandwidths]
+                    predictions += self.predict_each(algorithm, num_ranks, bandwidths)
                 except SettingsError as error:
                     refusals.setdefault(algorithm, str(error))
         return predictions, refusals
@@ -106,8 +123,12 @@ def simulate_collective(
         own_pace: Whether ranks run at their own pace; see `simulate`.
     """
     program = fit_algorithm(algorithm, cluster, num_ranks).build(Collective(collective), num_ranks)
-    whole = num_bytes * num_ranks if program.collective == Collective.ALL_TO_ALL else num_bytes
-    return simulate(program, whole, cluster, own_pace=own_pace)
+    return simulate(program, _whole_bytes(program, num_bytes), cluster, own_pace=own_pace)
+
+
+def _whole_bytes(program: Program, num_bytes: float) -> float:
+    """Return the size of what a program's chunks are parts of, where `num_bytes` is a rank's buffer."""
+    return num_bytes * program.num_ranks if program.collective == Collective.ALL_TO_ALL else num_bytes
 
 
 def fit_algorithm(name: str, cluster: Cluster, num_ranks: int) -> Algorithm:
