@@ -158,6 +158,37 @@ def spoil_loss(event, training):
         hook = training.module.register_forward_hook(lambda _, __, output: (hook.remove(), output * math.nan)[1])
 
 
+@pytest.mark.parametrize("reaction", ["skip", "roll_back"])
+def test_samples_that_are_not_finite_leave_no_trace_in_statistics(tmp_path, reaction):
+    """Also where a going back runs forward on them once more."""
+    run = run_with(
+        Anomalies(non_finite=reaction), slip_at=-1, callbacks=(Callback(path=spoil_samples, all_workers=True),)
+    )
+    train_here(run, tmp_path, 2)
+    assert len(losses_of(tmp_path)) == 60
+    tensors = read_tensors(tmp_path, 60)
+    assert any(name.endswith("running_var") for name in tensors)
+    assert all(tensor.isfinite().all() for tensor in tensors.values())
+
+
+def spoil_samples(event, training):
+    """Let rank 1's samples of step 33 be NaN each time."""
+    if training.rank == 1 and training.step == 33 and type(event).__name__ == "StepFinished":
+        hook = training.module.register_forward_pre_hook(lambda _, args: (hook.remove(), (args[0] * math.nan,))[1])
+
+
+def test_statistics_that_are_not_finite_are_not_saved(tmp_path):
+    run = run_with(Anomalies(), slip_at=-1, callbacks=(Callback(path=spoil_statistics, all_workers=True),))
+    with pytest.raises(NonFiniteError, match=r"buffers must be finite to be saved, but at step 40 \S+running_mean is"):
+        train_here(run, tmp_path)
+
+
+def spoil_statistics(event, training):
+    """Let a statistic be NaN after step 33."""
+    if training.step == 33 and type(event).__name__ == "StepFinished":
+        next(b for name, b in training.module.named_buffers() if "running_mean" in name)[0] = math.nan
+
+
 def pass_losses(guard, first_step, losses):
     """Let steps make their updates, none of which is refused."""
     for step, loss in enumerate(losses, first_step):

@@ -141,7 +141,7 @@ class Replica:
         if self._synchroniser is not None and not self.sync.is_asynchronous:
             self._stop_votes = StopVotes(self.group, self._synchroniser)
         holders = (self._optimizer_step, self._reduction, self._synchroniser, self._stop_votes)
-        self.state = WorkerState(self.sync, self.shard, self._parameters, *holders, ema)
+        self.state = WorkerState(module, self.sync, self.shard, self._parameters, *holders, ema)
         """State that lasts from step to step, other than the model and its optimizer."""
         self.membership.add_replica(self)
 
@@ -160,8 +160,7 @@ class Replica:
         PROGRESS.enter(time.monotonic(), b"forward" if is_step else b"evaluate")
         if is_step:
             self._times.began_s = self._times.began_s or time.perf_counter()
-            if self._reduction.virtual is not None:
-                self._reduction.virtual.begin_forward()
+            self.state.begin_forward()
         forward = self.shard.forward_pass() if function is self._compiled else nullcontext()
         with self.autocast(), self._counting(not is_borrowed()), forward:
             landing = self._reduction.landing
@@ -299,7 +298,7 @@ class Replica:
         Raises:
             NonFiniteError: A loss, a gradient or the gradient norm is NaN or infinite. Parameters are unchanged (except
                 those of earlier buckets, if buckets are applied one by one), and where all workers apply the same
-                gradients, at the update, the next step can be made.
+                gradients, at the update, buffers are as before the step, and the next one can be made.
             CommunicationError: A worker died or stopped answering.
             DivergenceError: Replicas are no longer equal.
         """
@@ -309,6 +308,7 @@ class Replica:
             return self._update(self._scalars)
         except Exception as error:
             if self._reduction.abandon(error):
+                self.state.take_buffers_back()
                 self._end_step()
             raise
 
@@ -359,8 +359,7 @@ class Replica:
             times=self._times,
         )
         self.state.last_result = (self.num_updates, made)
-        if self.state.buffers is not None or self.state.on_undecided is not None:
-            self.state.end_update()  # before anything else is exchanged, in which others may be lost
+        self.state.end_update()  # before anything else is exchanged, in which others may be lost
         self._reduction.adapt_layout(self._times)
         if self.comparison.interval and self.num_updates % self.comparison.interval == 0:
             self.compare()

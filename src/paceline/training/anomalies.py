@@ -52,14 +52,22 @@ class Anomalies(Settings):
     patience: int = Field(default=10, ge=1)
     """Number of updates that may be skipped one after another, or times that training may go back, before it ends."""
 
+    def _list_acting(self) -> dict[str, str]:
+        chosen = {name: getattr(self, name) for name in ("non_finite", "loss_spike", "gradient_spike")}
+        return {name: value for name, value in chosen.items() if value in ("skip", "roll_back")}
+
+    @property
+    def may_go_on(self) -> bool:
+        """Whether training may go on after an update that was refused."""
+        return bool(self._list_acting())
+
     def check(self, sync: Rule, layout: Layout, landing: str) -> None:
         """Refuse reactions that cannot be the same on all workers.
 
         Raises:
             ValueError: Updates cannot be skipped with these settings.
         """
-        acting = {name: getattr(self, name) for name in ("non_finite", "loss_spike", "gradient_spike")}
-        acting = {name: value for name, value in acting.items() if value in ("skip", "roll_back")}
+        acting = self._list_acting()
         if acting and not (isinstance(sync, EveryStep) and layout.is_plain and landing == "update"):
             name, value = next(iter(acting.items()))
             raise ValueError(
