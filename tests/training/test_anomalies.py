@@ -1,9 +1,11 @@
 """Spikes of the loss and what is not finite: found before the update, and reported, skipped, undone or fatal."""
 
+import json
 import math
 import random
 
 import pytest
+import torch
 from test_loop import losses_of, make_run, read_tensors, train_here
 
 from paceline.errors import CheckpointError, NonFiniteError, SpikeError
@@ -206,6 +208,41 @@ def test_going_back_skips_all_that_was_high_and_the_update_before():
         guard.judge("loss", 1.16)
     assert guard.choose_reaction(raised.value) == "roll_back"
     assert guard.skipped_steps == {30, 31, 32, 33}
+
+
+def test_a_guard_that_is_loaded_judges_as_the_uninterrupted_one():
+    draw = random.Random(3)
+    straight = AnomalyGuard(Anomalies(loss_spike="roll_back", non_finite="skip", patience=2))
+    pass_losses(straight, 0, [1 + draw.gauss(0, 0.05) for _ in range(40)])
+    straight.begin(40)
+    with pytest.raises(SpikeError) as raised:
+        straight.judge("loss", 50.0)
+    assert straight.choose_reaction(raised.value) == "roll_back"
+    straight.begin(41)
+    straight.choose_reaction(NonFiniteError("the loss must be finite"))
+    loaded = AnomalyGuard(straight.settings)
+    loaded.load(json.loads(json.dumps(straight.state())))
+    assert loaded.skipped_steps == {39, 40}
+    for guard in (straight, loaded):
+        guard.begin(42)
+        with pytest.raises(SpikeError, match=r"above 1\.\d+"):
+            guard.judge("loss", 60.0)
+        assert guard.choose_reaction(NonFiniteError("the loss must be finite")) == "skip"
+        assert guard.choose_reaction(NonFiniteError("the loss must be finite")) == "stop", "the third in a row"
+    assert loaded.found[0].limit == straight.found[0].limit
+
+
+def test_a_run_that_goes_on_judges_as_the_uninterrupted_one(tmp_path):
+    """Fewer steps than make a history lie between the checkpoint and the spike."""
+    run = run_with(Anomalies(loss_spike="skip", patience=50), num_steps=46)
+    straight, broken = tmp_path / "straight", tmp_path / "broken"
+    train_here(run, straight)
+    train_here(run.model_copy(update={"num_steps": 30}), broken)
+    train_here(run, broken)
+    assert [found.event for found in found_in(broken)] == [found.event for found in found_in(straight)]
+    assert len(found_in(straight)) == 5
+    expected, tensors = read_tensors(straight, 46), read_tensors(broken, 46)
+    assert all(torch.equal(tensors[name], value) for name, value in expected.items())
 
 
 def test_patience_counts_skipped_updates_in_a_row():

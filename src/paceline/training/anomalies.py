@@ -2,9 +2,9 @@
 
 import math
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from statistics import median
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import Field
 
@@ -121,6 +121,16 @@ class SpikeDetector:
             self._values.append(value)
             self._center = None
 
+    def state(self) -> dict[str, Any]:
+        """Return the state, as JSON."""
+        return {"values": list(self._values), "num_high": self.num_high}
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Load a saved state; of a longer window the newest values count."""
+        self._values.clear()
+        self._values.extend(state["values"])
+        self._center, self.num_high = None, state["num_high"]
+
     @property
     def median(self) -> float:
         """Median of the values; NaN without any."""
@@ -183,7 +193,7 @@ class AnomalyGuard:
         """Take the values of an update that was made, and return what was found."""
         for name, value in self._values.items():
             self._detectors[name].add(value)
-        self._num_skipped = 0
+        self._num_skipped, self._values = 0, {}
         return self._found
 
     def choose_reaction(self, error: PacelineError) -> str:
@@ -220,6 +230,28 @@ class AnomalyGuard:
             wire_bytes=0,
             times=StepTimes(),
         )
+
+    def state(self) -> dict[str, Any]:
+        """Return, as JSON, all that later judgements depend on."""
+        return {
+            "detectors": {name: detector.state() for name, detector in self._detectors.items()},
+            "num_skipped": self._num_skipped,
+            "num_returns": self._num_returns,
+            "skipped_steps": sorted(self.skipped_steps),
+        }
+
+    def load(self, state: Mapping[str, Any] | None) -> None:
+        """Judge as after a saved state; without one, as an older checkpoint has none, go on as before.
+
+        What going back has counted stays, as it was found after the checkpoint to which training goes back.
+        """
+        if not state:
+            return
+        for name, saved in state["detectors"].items():
+            self._detectors[name].load(saved)
+        self._num_skipped = state["num_skipped"]
+        self._num_returns = max(self._num_returns, state["num_returns"])
+        self.skipped_steps |= set(state["skipped_steps"])
 
     @property
     def found(self) -> list[AnomalyFound]:

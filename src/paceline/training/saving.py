@@ -114,6 +114,7 @@ def capture_progress(session: Session) -> tuple[dict[str, Tensor], dict[str, Any
         "spec": asdict(training.splits.train.spec),
         "loader": session.loader.state_dict(),
         "best": training.best.state(),
+        "anomalies": session.guard.state(),
         "is_evaluation_due": is_evaluation_due(training),
         **size_of(training.model)._asdict(),
     }

@@ -368,6 +368,7 @@ def resume(
         loader.load_batches(document["loader"])
     restore_objects(state, {"rates": session.rates}, session.replica.shard.world)
     training.best.load(document.get("best", {}))
+    session.guard.load(document.get("anomalies"))
     if session.noise is not None and document.get("noise"):
         session.noise.load(document["noise"])
     training.step = training.delays_step = document["step"]
