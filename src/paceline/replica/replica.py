@@ -143,6 +143,7 @@ class Replica:
         holders = (self._optimizer_step, self._reduction, self._synchroniser, self._stop_votes)
         self.state = WorkerState(module, self.sync, self.shard, self._parameters, *holders, ema)
         """State that lasts from step to step, other than the model and its optimizer."""
+        self.comparison.average = self.state.average
         self.membership.add_replica(self)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
