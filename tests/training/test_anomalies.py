@@ -76,6 +76,39 @@ def test_hundreds_of_medians_are_a_spike_whatever_is_usual(threshold, deviation)
         assert number < 100 or detector.find_limit() < 200 * detector.median
 
 
+@pytest.mark.parametrize("share", [0.5, 0.75, 0.95])
+def test_a_loss_that_is_often_0_is_no_spike_where_it_is_not(share):
+    draw = random.Random(3)
+    detector = SpikeDetector(100, 10.0)
+    for number in range(2000):
+        value = 0.0 if draw.random() < share else 0.05 * draw.random()
+        assert value <= detector.find_limit(), number
+        detector.add(value)
+    assert detector.find_limit() < 100
+
+
+def test_values_of_which_most_are_the_same_have_the_mean_distance_as_their_scale():
+    detector = SpikeDetector(100, 10.0)
+    for number in range(100):
+        value = 1.0 if number % 5 < 3 else 2.0
+        assert value <= detector.find_limit()
+        detector.add(value)
+    assert 2 < detector.find_limit() < 100
+    assert SpikeDetector(100, 10.0).find_limit() == math.inf
+
+
+def test_two_kinds_of_batches_are_told_of_a_few_times_and_a_real_spike_always():
+    draw = random.Random(3)
+    guard, found = AnomalyGuard(Anomalies()), []
+    for step in range(1000):
+        guard.begin(step)
+        value = 500.0 if step == 700 else (5 if draw.random() < 0.1 else 1) * math.exp(draw.gauss(0, 0.05))
+        guard.judge("loss", value)
+        found += [(step, one.value) for one in guard.end()]
+    assert (700, 500.0) in found
+    assert len(found) < 10
+
+
 @pytest.mark.parametrize("num_workers", [1, 2])
 def test_a_spike_is_reported_and_training_goes_on(tmp_path, num_workers):
     train_here(run_with(Anomalies()), tmp_path, num_workers)

@@ -20,6 +20,10 @@ Reaction = Literal["ignore", "report", "skip", "roll_back", "stop"]
 """Reaction to an anomaly: nothing; an event in the log; that, and the update is skipped, on all workers; or
 training goes back to its last checkpoint, and skips the updates from the one before the anomaly on; or the run ends."""
 
+_NUM_NEIGHBOURS = 2
+"""Number of earlier values as high from which on another one is no news: the data has more than one kind of batch."""
+_MEAN_OF_SIGMA = 1.2533
+"""Ratio of a normal distribution's deviation to the mean of the distances from its median."""
 _LEAST_VALUES = 20
 """Number of values before which nothing is a spike: the first steps change fast."""
 _MOST_HIGH = 2
@@ -84,8 +88,13 @@ class SpikeDetector:
     logarithms while all are positive: then a loss near 0 may double, and one of 3 may not. From 100 medians on 6
     deviations are enough.
 
+    Values of exactly 0, as of a loss with a margin that is kept, are no spikes and are left out: they say nothing of
+    how high the others are (Aitchison 1955, a probability mass at 0 beside a lognormal distribution). Where more than
+    half of the rest are the same, so that the median distance is 0, the mean distance is the scale (Iglewicz and
+    Hoaglin 1993).
+
     Args:
-        window: Number of values before that one is compared with.
+        window: Number of values, 0 left out, before that one is compared with.
         threshold: Distance above their median, in robust standard deviations.
     """
 
@@ -117,9 +126,19 @@ class SpikeDetector:
     def add(self, value: float) -> None:
         """Take a finite value into what later ones are compared with."""
         self.num_high = self.num_high + 1 if value > self._find_limit(self._threshold / 2) else 0
-        if math.isfinite(value):
+        if math.isfinite(value) and value != 0:
             self._values.append(value)
             self._center = None
+
+    def is_known(self, value: float) -> bool:
+        """Return whether some values of the window are as high: nearer to this one than to the median.
+
+        So a cluster of high values, as of a second task among the data, is no news after its first ones: a value
+        stands out by the distance to its second neighbour (Ramaswamy, Rastogi and Shim 2000).
+        """
+        middle = self.median
+        least = math.sqrt(value * middle) if middle > 0 else (value + middle) / 2
+        return sum(one >= least for one in self._values) >= _NUM_NEIGHBOURS
 
     def state(self) -> dict[str, Any]:
         """Return the state, as JSON."""
@@ -139,7 +158,8 @@ class SpikeDetector:
 
 def _center(values: Sequence[float]) -> tuple[float, float]:
     middle = median(values)
-    return middle, _MAD_OF_SIGMA * median([abs(value - middle) for value in values])
+    distances = [abs(value - middle) for value in values]
+    return middle, _MAD_OF_SIGMA * median(distances) or _MEAN_OF_SIGMA * sum(distances) / len(distances)
 
 
 class AnomalyGuard:
@@ -178,7 +198,7 @@ class AnomalyGuard:
         reaction = self.settings.loss_spike if name == "loss" else self.settings.gradient_spike
         limit = self._detectors[name].find_limit() if reaction != "ignore" else math.inf
         self._values[name] = value
-        if not value > limit:
+        if not value > limit or (reaction == "report" and self._detectors[name].is_known(value)):
             return
         middle = self._detectors[name].median
         self._found.append(AnomalyFound(quantity=name, value=value, median=middle, limit=limit, reaction=reaction))
