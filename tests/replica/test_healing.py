@@ -99,3 +99,21 @@ def test_numbers_are_healed_with_tensors():
         return state["step"], tensor.tolist()
 
     assert LocalGroup.run(3, work) == [(3, [1.0, 1.0])] * 3
+
+
+def test_another_order_of_the_optimizers_state_is_no_difference():
+    def work(group):
+        model = nn.Linear(2, 1)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        replica = Replica(model, optimizer, group=group)
+        replica.backward(replica(torch.ones(1, 2)).sum(), weight=1)
+        replica.update()
+        if group.rank == 1:
+            state = optimizer.state[model.weight]
+            optimizer.state[model.weight] = {key: state[key] for key in reversed(list(state))}
+        found = []
+        replica.comparison.heal = lambda everybody, targets: found.append(everybody) or True
+        replica.compare()
+        return found
+
+    assert LocalGroup.run(3, work) == [[], [], []]

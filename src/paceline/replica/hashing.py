@@ -187,8 +187,9 @@ class ReplicaComparison:
     def _hash_state(self, name: str, parameter: nn.Parameter) -> dict[str, int]:
         """Return hashes of the optimizer's state for a parameter: tensors and numbers."""
         hashes: dict[str, int] = {}
-        for key, value in self._optimizer.state.get(parameter, {}).items():
-            if isinstance(value, Tensor):
+        state = self._optimizer.state.get(parameter, {})
+        for key in sorted(state, key=str):  # a state that was sent may have another order
+            if isinstance(value := state[key], Tensor):
                 hashes[f"optimizer state {key} of {name}"] = hash_tensor(local(value))
             elif isinstance(value, int | float):
                 hashes[f"optimizer state {key} of {name}"] = xxhash.xxh3_64_intdigest(repr(value).encode())
