@@ -86,7 +86,7 @@ class WorkerState:
         """Whether the optimizer has taken its step, and the rule's exchange of that step is still to be made."""
         self.buffers: BufferCopies | None = None
         """Copies of the module's buffers after the last update, for whoever goes on without lost workers."""
-        self.keeps_refused = True
+        self.keeps_refused = any(True for _ in module.buffers())
         """Whether a step whose update is refused leaves buffers as before its forward passes: training may go on."""
         self._before_step: BufferCopies | None = None
         self._has_begun_step = False

@@ -163,7 +163,7 @@ def watch_replica(session: Session) -> None:
     if isinstance(train := session.training.splits.train, Source):
         train.watch(replica.module)
     replica.state.judge_with(session.guard.judge)
-    replica.state.keeps_refused = run.anomalies.may_go_on
+    replica.state.keeps_refused &= run.anomalies.may_go_on
 
     repeated = RepeatedHealing(group, run.hash_interval)
 
