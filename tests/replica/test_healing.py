@@ -23,7 +23,7 @@ def train(group, *, odd, flips, heals, steps=6):
     for number, parameter in enumerate(model.parameters()):
         nn.init.normal_(parameter, generator=torch.Generator().manual_seed(number))  # threads share torch's own
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    replica = Replica(model, optimizer, group=group, hash_interval=2)
+    replica = Replica(model, optimizer, group=group, hash_interval=2, ema=0.9)
     found = []
 
     def heal_replica(everybody, targets):
@@ -46,10 +46,13 @@ def train(group, *, odd, flips, heals, steps=6):
             flip(model[0].weight, bit=20)  # rounding could take a lower one back
         if group.rank == odd and step == 3 and flips == "optimizer":
             flip(optimizer.state[model[1].weight]["exp_avg"])
+        if group.rank == odd and step == 3 and flips == "average":
+            flip(replica.state.average.tensors["0.weight"], bit=20)
         inputs = torch.randn(3, 4, generator=torch.Generator().manual_seed(10 * step + group.rank))
         replica.backward(replica(inputs).square().mean(), weight=3)
         replica.update()
-    return [parameter.detach().clone() for parameter in model.parameters()], found
+    averages = replica.state.average.tensors.values()
+    return [value.detach().clone() for value in (*model.parameters(), *averages)], found
 
 
 @pytest.mark.parametrize("odd", [0, 2])
@@ -65,7 +68,7 @@ def test_a_flipped_bit_of_a_summed_gradient_is_healed_before_it_reaches_the_para
         assert one.difference == f"rank {odd} differs from the others, first in gradient of 0.weight"
 
 
-@pytest.mark.parametrize("flips", ["parameter", "optimizer"])
+@pytest.mark.parametrize("flips", ["parameter", "optimizer", "average"])
 def test_an_odd_replica_takes_the_state_of_the_majority(flips):
     results = LocalGroup.run(3, lambda group: train(group, odd=1, flips=flips, heals=True))
     (first, found), *others = results
@@ -96,3 +99,21 @@ def test_numbers_are_healed_with_tensors():
         return state["step"], tensor.tolist()
 
     assert LocalGroup.run(3, work) == [(3, [1.0, 1.0])] * 3
+
+
+def test_another_order_of_the_optimizers_state_is_no_difference():
+    def work(group):
+        model = nn.Linear(2, 1)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        replica = Replica(model, optimizer, group=group)
+        replica.backward(replica(torch.ones(1, 2)).sum(), weight=1)
+        replica.update()
+        if group.rank == 1:
+            state = optimizer.state[model.weight]
+            optimizer.state[model.weight] = {key: state[key] for key in reversed(list(state))}
+        found = []
+        replica.comparison.heal = lambda everybody, targets: found.append(everybody) or True
+        replica.compare()
+        return found
+
+    assert LocalGroup.run(3, work) == [[], [], []]

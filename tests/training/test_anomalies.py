@@ -1,9 +1,11 @@
 """Spikes of the loss and what is not finite: found before the update, and reported, skipped, undone or fatal."""
 
+import json
 import math
 import random
 
 import pytest
+import torch
 from test_loop import losses_of, make_run, read_tensors, train_here
 
 from paceline.errors import CheckpointError, NonFiniteError, SpikeError
@@ -72,6 +74,39 @@ def test_hundreds_of_medians_are_a_spike_whatever_is_usual(threshold, deviation)
         assert value <= detector.find_limit(), number
         detector.add(value)
         assert number < 100 or detector.find_limit() < 200 * detector.median
+
+
+@pytest.mark.parametrize("share", [0.5, 0.75, 0.95])
+def test_a_loss_that_is_often_0_is_no_spike_where_it_is_not(share):
+    draw = random.Random(3)
+    detector = SpikeDetector(100, 10.0)
+    for number in range(2000):
+        value = 0.0 if draw.random() < share else 0.05 * draw.random()
+        assert value <= detector.find_limit(), number
+        detector.add(value)
+    assert detector.find_limit() < 100
+
+
+def test_values_of_which_most_are_the_same_have_the_mean_distance_as_their_scale():
+    detector = SpikeDetector(100, 10.0)
+    for number in range(100):
+        value = 1.0 if number % 5 < 3 else 2.0
+        assert value <= detector.find_limit()
+        detector.add(value)
+    assert 2 < detector.find_limit() < 100
+    assert SpikeDetector(100, 10.0).find_limit() == math.inf
+
+
+def test_two_kinds_of_batches_are_told_of_a_few_times_and_a_real_spike_always():
+    draw = random.Random(3)
+    guard, found = AnomalyGuard(Anomalies()), []
+    for step in range(1000):
+        guard.begin(step)
+        value = 500.0 if step == 700 else (5 if draw.random() < 0.1 else 1) * math.exp(draw.gauss(0, 0.05))
+        guard.judge("loss", value)
+        found += [(step, one.value) for one in guard.end()]
+    assert (700, 500.0) in found
+    assert len(found) < 10
 
 
 @pytest.mark.parametrize("num_workers", [1, 2])
@@ -158,6 +193,37 @@ def spoil_loss(event, training):
         hook = training.module.register_forward_hook(lambda _, __, output: (hook.remove(), output * math.nan)[1])
 
 
+@pytest.mark.parametrize("reaction", ["skip", "roll_back"])
+def test_samples_that_are_not_finite_leave_no_trace_in_statistics(tmp_path, reaction):
+    """Also where a going back runs forward on them once more."""
+    run = run_with(
+        Anomalies(non_finite=reaction), slip_at=-1, callbacks=(Callback(path=spoil_samples, all_workers=True),)
+    )
+    train_here(run, tmp_path, 2)
+    assert len(losses_of(tmp_path)) == 60
+    tensors = read_tensors(tmp_path, 60)
+    assert any(name.endswith("running_var") for name in tensors)
+    assert all(tensor.isfinite().all() for tensor in tensors.values())
+
+
+def spoil_samples(event, training):
+    """Let rank 1's samples of step 33 be NaN each time."""
+    if training.rank == 1 and training.step == 33 and type(event).__name__ == "StepFinished":
+        hook = training.module.register_forward_pre_hook(lambda _, args: (hook.remove(), (args[0] * math.nan,))[1])
+
+
+def test_statistics_that_are_not_finite_are_not_saved(tmp_path):
+    run = run_with(Anomalies(), slip_at=-1, callbacks=(Callback(path=spoil_statistics, all_workers=True),))
+    with pytest.raises(NonFiniteError, match=r"buffers must be finite to be saved, but at step 40 \S+running_mean is"):
+        train_here(run, tmp_path)
+
+
+def spoil_statistics(event, training):
+    """Let a statistic be NaN after step 33."""
+    if training.step == 33 and type(event).__name__ == "StepFinished":
+        next(b for name, b in training.module.named_buffers() if "running_mean" in name)[0] = math.nan
+
+
 def pass_losses(guard, first_step, losses):
     """Let steps make their updates, none of which is refused."""
     for step, loss in enumerate(losses, first_step):
@@ -175,6 +241,41 @@ def test_going_back_skips_all_that_was_high_and_the_update_before():
         guard.judge("loss", 1.16)
     assert guard.choose_reaction(raised.value) == "roll_back"
     assert guard.skipped_steps == {30, 31, 32, 33}
+
+
+def test_a_guard_that_is_loaded_judges_as_the_uninterrupted_one():
+    draw = random.Random(3)
+    straight = AnomalyGuard(Anomalies(loss_spike="roll_back", non_finite="skip", patience=2))
+    pass_losses(straight, 0, [1 + draw.gauss(0, 0.05) for _ in range(40)])
+    straight.begin(40)
+    with pytest.raises(SpikeError) as raised:
+        straight.judge("loss", 50.0)
+    assert straight.choose_reaction(raised.value) == "roll_back"
+    straight.begin(41)
+    straight.choose_reaction(NonFiniteError("the loss must be finite"))
+    loaded = AnomalyGuard(straight.settings)
+    loaded.load(json.loads(json.dumps(straight.state())))
+    assert loaded.skipped_steps == {39, 40}
+    for guard in (straight, loaded):
+        guard.begin(42)
+        with pytest.raises(SpikeError, match=r"above 1\.\d+"):
+            guard.judge("loss", 60.0)
+        assert guard.choose_reaction(NonFiniteError("the loss must be finite")) == "skip"
+        assert guard.choose_reaction(NonFiniteError("the loss must be finite")) == "stop", "the third in a row"
+    assert loaded.found[0].limit == straight.found[0].limit
+
+
+def test_a_run_that_goes_on_judges_as_the_uninterrupted_one(tmp_path):
+    """Fewer steps than make a history lie between the checkpoint and the spike."""
+    run = run_with(Anomalies(loss_spike="skip", patience=50), num_steps=46)
+    straight, broken = tmp_path / "straight", tmp_path / "broken"
+    train_here(run, straight)
+    train_here(run.model_copy(update={"num_steps": 30}), broken)
+    train_here(run, broken)
+    assert [found.event for found in found_in(broken)] == [found.event for found in found_in(straight)]
+    assert len(found_in(straight)) == 5
+    expected, tensors = read_tensors(straight, 46), read_tensors(broken, 46)
+    assert all(torch.equal(tensors[name], value) for name, value in expected.items())
 
 
 def test_patience_counts_skipped_updates_in_a_row():

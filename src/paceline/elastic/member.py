@@ -71,6 +71,13 @@ class Member(ABC):
             Evicted: The epoch is without this worker, which must end.
         """
 
+    can_leave: bool = False
+    """Whether this worker may leave by itself, and the others go on."""
+
+    def leave(self) -> None:
+        """Ask to leave at a step boundary, where it `can_leave`."""
+        raise NotImplementedError
+
     @abstractmethod
     def change_is_pending(self) -> bool:
         """Return whether workers join or leave at the next step boundary; it costs nothing."""
@@ -163,7 +170,7 @@ class StoreMember(Member):
         """Epoch of the last announced change; a number, since a beat may still tell of the one before."""
         self._on_broken: dict[int, Callable[[], None]] = {}
         """Function to call when an epoch is found broken, by epoch."""
-        self._is_leaving = False
+        self._is_leaving, self.can_leave = False, not (obstacle or fixed)
         self._joined = (-1, 0.0)
         """Step of the training loop when this worker joined its epoch, and the time of that."""
         self._lock = RLock()

@@ -14,6 +14,7 @@ from paceline.errors import DivergenceError
 from paceline.parallel.local import local
 from paceline.parallel.model_shard import ModelShard
 from paceline.parallel.zero_redundancy import local_optimizer
+from paceline.replica.parameter_average import ParameterAverage
 from paceline.sync.every_step import EveryStep
 from paceline.sync.rule import Rule
 
@@ -64,9 +65,9 @@ def describe_difference(everybody: Sequence[Mapping[str, str]], names: Sequence[
 class ReplicaComparison:
     """Compares, at intervals, state that is equal on several ranks: replicas, and state shared by a worker's ranks.
 
-    Parameters, the optimizer's state and persistent buffers must be equal. Buffers may be local to each worker, as
-    statistics of its samples are: those of torch's norms are left out, and so is a buffer that has changed on every
-    worker since the start and differs at its first comparison.
+    Parameters, their averages, the optimizer's state and persistent buffers must be equal. Buffers may be local to each
+    worker, as statistics of its samples are: those of torch's norms are left out, and so is a buffer that has changed
+    on every worker since the start and differs at its first comparison.
 
     Args:
         module: The model.
@@ -90,6 +91,8 @@ class ReplicaComparison:
         self.heal: Callable[[list[dict[str, str]], dict[str, Any]], bool] | None = None
         """Function that lets odd ranks take what the majority has, given hashes by rank and what they are of; it
         returns whether there is a majority. None to end instead."""
+        self.average: ParameterAverage | None = None
+        """Moving averages of the parameters, which are compared too; None without any."""
         self._alike: set[str] = set()
         """Buffers that changed and were the same on all workers."""
         self._steppers = shard.group
@@ -115,6 +118,10 @@ class ReplicaComparison:
         compared = parameters if with_optimizers else {}
         kept = {name: self._hash_state(name, p) if name in compared else {} for name, p in parameters.items()}
         differences = []
+        if self.average is not None:
+            for name, average in self.average.tensors.items():
+                if name in held:
+                    held[name][f"average of {name}"] = hash_tensor(average)
         if self._steppers is self._shard.group:
             held = {name: hashes | kept[name] for name, hashes in held.items()}
         elif self._steppers.size > 1:
@@ -154,6 +161,8 @@ class ReplicaComparison:
     def _list_targets(self) -> dict[str, Any]:
         """Return what is compared by the names of its hashes: tensors, or numbers as a dictionary and a key."""
         targets: dict[str, Any] = {f"buffer {name}": buffer for name, buffer in self._module.named_buffers()}
+        for name, average in self.average.tensors.items() if self.average is not None else ():
+            targets[f"average of {name}"] = average
         for name, parameter in self._module.named_parameters():
             targets[f"parameter {name}"] = parameter
             state = self._optimizer.state.get(parameter, {})
@@ -178,8 +187,9 @@ class ReplicaComparison:
     def _hash_state(self, name: str, parameter: nn.Parameter) -> dict[str, int]:
         """Return hashes of the optimizer's state for a parameter: tensors and numbers."""
         hashes: dict[str, int] = {}
-        for key, value in self._optimizer.state.get(parameter, {}).items():
-            if isinstance(value, Tensor):
+        state = self._optimizer.state.get(parameter, {})
+        for key in sorted(state, key=str):  # a state that was sent may have another order
+            if isinstance(value := state[key], Tensor):
                 hashes[f"optimizer state {key} of {name}"] = hash_tensor(local(value))
             elif isinstance(value, int | float):
                 hashes[f"optimizer state {key} of {name}"] = xxhash.xxh3_64_intdigest(repr(value).encode())

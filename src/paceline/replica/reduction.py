@@ -65,10 +65,10 @@ class GradientReduction:
         seed: int,
         num_virtual_workers: int | None = None,
     ) -> None:
-        self._module, self._parameters, self._optimizer = module, parameters, optimizer
+        self._module, self._parameters = module, parameters
+        self._optimizer, self._optimizer_step = optimizer, optimizer_step
         self._shard, self._all, self._rule = shard, shard.group, rule
         self._bucket_bytes, self._landing, self._seed = bucket_bytes, landing, seed
-        self._optimizer_step = optimizer_step
         self.virtual = VirtualWorkers(num_virtual_workers, module, shard.group) if num_virtual_workers else None
         """This worker's virtual workers; None if gradients are summed over workers."""
         self.chooser = self._start_chooser()
@@ -296,20 +296,22 @@ class GradientReduction:
                 self.gradients.collect()
             self.gradients.finish()
 
+    @property
+    def is_refused_alike(self) -> bool:
+        """Whether all workers refuse an update alike, and can go on."""
+        is_plain = self._shard.is_whole and self._shard.mesh is None and self._rule.keeps_replicas_equal
+        return is_plain and self.covers_all_workers and (self.landing is None or isinstance(self.landing, StepCoding))
+
     def abandon(self, error: Exception) -> bool:
         """Drop a step that has failed on all workers alike; return False if they may be out of step now."""
         self.failure = type(error)
         if self._shard.reduce_scatter is not None:
             self._shard.reduce_scatter.roll_back()
-        at_update = self.landing is None or isinstance(self.landing, StepCoding)
-        is_plain = self._shard.is_whole and self._shard.mesh is None
-        is_equal = self._rule.keeps_replicas_equal and self.covers_all_workers
-        if not (isinstance(error, NonFiniteError | SpikeError) and at_update and is_plain and is_equal):
+        if not (isinstance(error, NonFiniteError | SpikeError) and self.is_refused_alike):
             return False
         if self.gradients is not None:
-            for bucket in self.gradients.buckets:
-                if bucket.work is not None:
-                    bucket.work.wait()
+            for work in filter(None, [bucket.work for bucket in self.gradients.buckets]):
+                work.wait()
             self.gradients.reducer.roll_back()
             self.gradients.reset()
         if self.virtual is not None:
@@ -372,10 +374,8 @@ class GradientReduction:
         if self.gradients is None:
             self._drop_gradients()
             return common
-        if skipped:
-            self.gradients.reducer.roll_back()
-        else:
-            self.gradients.reducer.commit(self.unused)
+        reducer = self.gradients.reducer
+        reducer.roll_back() if skipped else reducer.commit(self.unused)
         times = [self.gradients.time(bucket) for bucket in self.gradients.buckets]
         self.gradients.reset()
         return times

@@ -140,9 +140,10 @@ class Replica:
         self._stop_votes: StopVotes | None = None
         if self._synchroniser is not None and not self.sync.is_asynchronous:
             self._stop_votes = StopVotes(self.group, self._synchroniser)
-        holders = (self._optimizer_step, self._reduction, self._synchroniser, self._stop_votes)
-        self.state = WorkerState(self.sync, self.shard, self._parameters, *holders, ema)
+        holders = (self._parameters, self._optimizer_step, self._reduction, self._synchroniser, self._stop_votes)
+        self.state = WorkerState(module, self.sync, self.shard, *holders, ema)
         """State that lasts from step to step, other than the model and its optimizer."""
+        self.comparison.average = self.state.average
         self.membership.add_replica(self)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -160,8 +161,8 @@ class Replica:
         PROGRESS.enter(time.monotonic(), b"forward" if is_step else b"evaluate")
         if is_step:
             self._times.began_s = self._times.began_s or time.perf_counter()
-            if self._reduction.virtual is not None:
-                self._reduction.virtual.begin_forward()
+            if self.state.keeps_refused or self._reduction.virtual is not None:
+                self.state.begin_forward()
         forward = self.shard.forward_pass() if function is self._compiled else nullcontext()
         with self.autocast(), self._counting(not is_borrowed()), forward:
             landing = self._reduction.landing
@@ -297,9 +298,9 @@ class Replica:
         """Wait for the exchange, then let the optimizer take its step and drop the gradients.
 
         Raises:
-            NonFiniteError: A loss, a gradient or the gradient norm is NaN or infinite. Parameters are unchanged (except
-                those of earlier buckets, if buckets are applied one by one), and where all workers apply the same
-                gradients, at the update, the next step can be made.
+            NonFiniteError: A loss, gradient or gradient norm is not finite. Parameters are unchanged (except those of
+                earlier buckets, if buckets are applied one by one). Where all workers apply the same gradients, at the
+                update, so are buffers, and the next step can be made.
             CommunicationError: A worker died or stopped answering.
             DivergenceError: Replicas are no longer equal.
         """
@@ -309,6 +310,7 @@ class Replica:
             return self._update(self._scalars)
         except Exception as error:
             if self._reduction.abandon(error):
+                self.state.take_buffers_back()
                 self._end_step()
             raise
 
@@ -344,8 +346,7 @@ class Replica:
         self.state.num_updates, self.state.is_torn = self.state.num_updates + 1, False
         if self._stop_votes is not None:
             self._stop_votes.commit()
-        self._times.ended_s = time.perf_counter()
-        reported = all_totals or totals
+        self._times.ended_s, reported = time.perf_counter(), all_totals or totals
         self._last_loss = reported.loss / reported.weight if reported.weight else self._last_loss
         made = StepResult(
             loss=self._last_loss,
@@ -359,7 +360,7 @@ class Replica:
             times=self._times,
         )
         self.state.last_result = (self.num_updates, made)
-        if self.state.buffers is not None or self.state.on_undecided is not None:
+        if self.state.keeps_refused or self.state.buffers is not None or self.state.on_undecided is not None:
             self.state.end_update()  # before anything else is exchanged, in which others may be lost
         self._reduction.adapt_layout(self._times)
         if self.comparison.interval and self.num_updates % self.comparison.interval == 0:

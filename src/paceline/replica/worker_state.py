@@ -16,7 +16,7 @@ from paceline.compression.codec import FeedbackDroppedWarning
 from paceline.errors import CommunicationError, SettingsError
 from paceline.parallel.local import local
 from paceline.parallel.model_shard import ModelShard
-from paceline.replica.buffer_copies import BufferCopies
+from paceline.replica.buffer_copies import BufferCopies, list_spoilt_buffers
 from paceline.replica.codec_chooser import CodecChange
 from paceline.replica.distance import ConsensusDistance
 from paceline.replica.optimizer_mean import average_states
@@ -42,6 +42,7 @@ class WorkerState:
     """Counters of one worker, and the state of its codecs and its rule.
 
     Args:
+        module: The model.
         rule: The synchronisation rule.
         shard: Model shard of this rank.
         parameters: Parameters that are trained, by name.
@@ -54,6 +55,7 @@ class WorkerState:
 
     def __init__(
         self,
+        module: nn.Module,
         rule: Rule,
         shard: ModelShard,
         parameters: Mapping[str, nn.Parameter],
@@ -63,7 +65,7 @@ class WorkerState:
         stop_votes: StopVotes | None,
         ema: float | None,
     ) -> None:
-        self._rule, self._shard, self._parameters = rule, shard, parameters
+        self._module, self._rule, self._shard, self._parameters = module, rule, shard, parameters
         self._optimizer_step, self._reduction = optimizer_step, reduction
         self._synchroniser, self._stop_votes = synchroniser, stop_votes
         is_equal = rule.keeps_replicas_equal
@@ -84,6 +86,11 @@ class WorkerState:
         """Whether the optimizer has taken its step, and the rule's exchange of that step is still to be made."""
         self.buffers: BufferCopies | None = None
         """Copies of the module's buffers after the last update, for whoever goes on without lost workers."""
+        self.keeps_refused = any(True for _ in module.buffers())
+        """Whether a step whose update is refused leaves buffers as before its forward passes: training may go on."""
+        self._before_step: BufferCopies | None = None
+        self._has_begun_step = False
+        self._nan_at_start = set(list_spoilt_buffers(module, of_norms=False))
         self.on_undecided: Callable[[], None] | None = None
         """Function called before an update if it is not known whether all ranks make it; None if nobody asks.
 
@@ -136,12 +143,35 @@ class WorkerState:
                 self.on_undecided()
         return True
 
+    def begin_forward(self) -> None:
+        """Copy the buffers in the first forward of a step, if an update that is refused may give them back."""
+        if self._reduction.virtual is not None:
+            self._reduction.virtual.begin_forward()
+        elif not self._has_begun_step and self.buffers is None and self.keeps_refused:
+            if self._before_step is None and self._reduction.is_refused_alike:
+                self._before_step = BufferCopies(self._module, only_changing=True)
+            elif self._before_step is not None:
+                self._before_step.note()
+        self._has_begun_step = True
+
+    def take_buffers_back(self) -> None:
+        """End a step whose update is refused, with the buffers as they were before its forward passes."""
+        copies = self.buffers or self._before_step
+        if copies is not None and self._has_begun_step:
+            copies.restore()
+        self._has_begun_step = False
+
+    def find_spoilt_buffer(self) -> str:
+        """Return a buffer that training has made NaN, or a norm's statistic that is not finite; empty without any."""
+        return next((name for name in list_spoilt_buffers(self._module) if name not in self._nan_at_start), "")
+
     def end_update(self) -> None:
         """Copy the buffers as they are after an update.
 
         Raises:
             CommunicationError: Others were lost before they said whether they can make it.
         """
+        self._has_begun_step = False
         if self.buffers is not None:
             self.buffers.note()
         if self._undecided is not None:
@@ -334,7 +364,7 @@ class WorkerState:
             state: State that `document` returned.
             is_own: Whether the state is this worker's, of the same rule among the same number of workers.
         """
-        self.is_begun = True
+        self.is_begun, self._has_begun_step = True, False
         self.num_updates = state["num_updates"]
         if self._reduction.virtual is not None:
             self._reduction.virtual.check_saved(state.get("virtual_workers"))

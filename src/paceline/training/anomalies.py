@@ -2,9 +2,9 @@
 
 import math
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from statistics import median
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import Field
 
@@ -20,6 +20,10 @@ Reaction = Literal["ignore", "report", "skip", "roll_back", "stop"]
 """Reaction to an anomaly: nothing; an event in the log; that, and the update is skipped, on all workers; or
 training goes back to its last checkpoint, and skips the updates from the one before the anomaly on; or the run ends."""
 
+_NUM_NEIGHBOURS = 2
+"""Number of earlier values as high from which on another one is no news: the data has more than one kind of batch."""
+_MEAN_OF_SIGMA = 1.2533
+"""Ratio of a normal distribution's deviation to the mean of the distances from its median."""
 _LEAST_VALUES = 20
 """Number of values before which nothing is a spike: the first steps change fast."""
 _MOST_HIGH = 2
@@ -52,14 +56,22 @@ class Anomalies(Settings):
     patience: int = Field(default=10, ge=1)
     """Number of updates that may be skipped one after another, or times that training may go back, before it ends."""
 
+    def _list_acting(self) -> dict[str, str]:
+        chosen = {name: getattr(self, name) for name in ("non_finite", "loss_spike", "gradient_spike")}
+        return {name: value for name, value in chosen.items() if value in ("skip", "roll_back")}
+
+    @property
+    def may_go_on(self) -> bool:
+        """Whether training may go on after an update that was refused."""
+        return bool(self._list_acting())
+
     def check(self, sync: Rule, layout: Layout, landing: str) -> None:
         """Refuse reactions that cannot be the same on all workers.
 
         Raises:
             ValueError: Updates cannot be skipped with these settings.
         """
-        acting = {name: getattr(self, name) for name in ("non_finite", "loss_spike", "gradient_spike")}
-        acting = {name: value for name, value in acting.items() if value in ("skip", "roll_back")}
+        acting = self._list_acting()
         if acting and not (isinstance(sync, EveryStep) and layout.is_plain and landing == "update"):
             name, value = next(iter(acting.items()))
             raise ValueError(
@@ -76,8 +88,13 @@ class SpikeDetector:
     logarithms while all are positive: then a loss near 0 may double, and one of 3 may not. From 100 medians on 6
     deviations are enough.
 
+    Values of exactly 0, as of a loss with a margin that is kept, are no spikes and are left out: they say nothing of
+    how high the others are (Aitchison 1955, a probability mass at 0 beside a lognormal distribution). Where more than
+    half of the rest are the same, so that the median distance is 0, the mean distance is the scale (Iglewicz and
+    Hoaglin 1993).
+
     Args:
-        window: Number of values before that one is compared with.
+        window: Number of values, 0 left out, before that one is compared with.
         threshold: Distance above their median, in robust standard deviations.
     """
 
@@ -109,9 +126,29 @@ class SpikeDetector:
     def add(self, value: float) -> None:
         """Take a finite value into what later ones are compared with."""
         self.num_high = self.num_high + 1 if value > self._find_limit(self._threshold / 2) else 0
-        if math.isfinite(value):
+        if math.isfinite(value) and value != 0:
             self._values.append(value)
             self._center = None
+
+    def is_known(self, value: float) -> bool:
+        """Return whether some values of the window are as high: nearer to this one than to the median.
+
+        So a cluster of high values, as of a second task among the data, is no news after its first ones: a value
+        stands out by the distance to its second neighbour (Ramaswamy, Rastogi and Shim 2000).
+        """
+        middle = self.median
+        least = math.sqrt(value * middle) if middle > 0 else (value + middle) / 2
+        return sum(one >= least for one in self._values) >= _NUM_NEIGHBOURS
+
+    def state(self) -> dict[str, Any]:
+        """Return the state, as JSON."""
+        return {"values": list(self._values), "num_high": self.num_high}
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Load a saved state; of a longer window the newest values count."""
+        self._values.clear()
+        self._values.extend(state["values"])
+        self._center, self.num_high = None, state["num_high"]
 
     @property
     def median(self) -> float:
@@ -121,7 +158,8 @@ class SpikeDetector:
 
 def _center(values: Sequence[float]) -> tuple[float, float]:
     middle = median(values)
-    return middle, _MAD_OF_SIGMA * median([abs(value - middle) for value in values])
+    distances = [abs(value - middle) for value in values]
+    return middle, _MAD_OF_SIGMA * median(distances) or _MEAN_OF_SIGMA * sum(distances) / len(distances)
 
 
 class AnomalyGuard:
@@ -160,7 +198,7 @@ class AnomalyGuard:
         reaction = self.settings.loss_spike if name == "loss" else self.settings.gradient_spike
         limit = self._detectors[name].find_limit() if reaction != "ignore" else math.inf
         self._values[name] = value
-        if not value > limit:
+        if not value > limit or (reaction == "report" and self._detectors[name].is_known(value)):
             return
         middle = self._detectors[name].median
         self._found.append(AnomalyFound(quantity=name, value=value, median=middle, limit=limit, reaction=reaction))
@@ -175,7 +213,7 @@ class AnomalyGuard:
         """Take the values of an update that was made, and return what was found."""
         for name, value in self._values.items():
             self._detectors[name].add(value)
-        self._num_skipped = 0
+        self._num_skipped, self._values = 0, {}
         return self._found
 
     def choose_reaction(self, error: PacelineError) -> str:
@@ -212,6 +250,28 @@ class AnomalyGuard:
             wire_bytes=0,
             times=StepTimes(),
         )
+
+    def state(self) -> dict[str, Any]:
+        """Return, as JSON, all that later judgements depend on."""
+        return {
+            "detectors": {name: detector.state() for name, detector in self._detectors.items()},
+            "num_skipped": self._num_skipped,
+            "num_returns": self._num_returns,
+            "skipped_steps": sorted(self.skipped_steps),
+        }
+
+    def load(self, state: Mapping[str, Any] | None) -> None:
+        """Judge as after a saved state; without one, as an older checkpoint has none, go on as before.
+
+        What going back has counted stays, as it was found after the checkpoint to which training goes back.
+        """
+        if not state:
+            return
+        for name, saved in state["detectors"].items():
+            self._detectors[name].load(saved)
+        self._num_skipped = state["num_skipped"]
+        self._num_returns = max(self._num_returns, state["num_returns"])
+        self.skipped_steps |= set(state["skipped_steps"])
 
     @property
     def found(self) -> list[AnomalyFound]:

@@ -339,6 +339,7 @@ def count_unfinished(session: Session) -> None:
     if unfinished is not None:
         training.num_samples += unfinished.interval.num_samples
         session.loader.ack(unfinished)
+        session.guard.end()  # its update is made: later ones are judged by its loss too
     training.step = session.loader.step
     if unfinished is not None:
         note_unfinished(session, unfinished.interval.num_samples)

@@ -77,7 +77,7 @@ def _describe(session: Session, lost_ranks: Sequence[int] = ()) -> tuple[dict[st
     """Return this rank's tensors of the state of the training, and its document; all ranks call it.
 
     Raises:
-        NonFiniteError: A parameter is not finite.
+        NonFiniteError: A parameter is not finite, or a buffer.
     """
     training, replica = session.training, session.replica
     PROGRESS.enter(time.monotonic(), b"save")
@@ -88,6 +88,11 @@ def _describe(session: Session, lost_ranks: Sequence[int] = ()) -> tuple[dict[st
                 f"parameters must be finite to be saved, but at step {training.step} {name} is not; resume from the "
                 "checkpoint before with a lower learning rate, or with clip_norm, which finds the step at once"
             )
+    if spoilt := replica.state.find_spoilt_buffer():
+        raise NonFiniteError(
+            f"buffers must be finite to be saved, but at step {training.step} {spoilt} is not; look for bad samples "
+            "whose loss is finite all the same, such as NaN under a mask, and resume from the checkpoint before"
+        )
     tensors, document = describe(replica)
     more, progress = capture_progress(session)
     tensors |= more if replica.shard.world.rank == 0 else {}
@@ -109,6 +114,7 @@ def capture_progress(session: Session) -> tuple[dict[str, Tensor], dict[str, Any
         "spec": asdict(training.splits.train.spec),
         "loader": session.loader.state_dict(),
         "best": training.best.state(),
+        "anomalies": session.guard.state(),
         "is_evaluation_due": is_evaluation_due(training),
         **size_of(training.model)._asdict(),
     }

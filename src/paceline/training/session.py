@@ -40,6 +40,7 @@ from paceline.training.memory_probe import MemoryProbe
 from paceline.training.noise_scale import NO_CLIPPING, NoiseMeter
 from paceline.training.rates import Rates
 from paceline.training.rehearsal import check_batch_norm_sizes
+from paceline.training.repeated_healing import RepeatedHealing
 from paceline.training.resources import ResourceWatch
 from paceline.training.run import Run
 from paceline.training.save_interval import SaveInterval, estimate_failures_per_day
@@ -162,11 +163,16 @@ def watch_replica(session: Session) -> None:
     if isinstance(train := session.training.splits.train, Source):
         train.watch(replica.module)
     replica.state.judge_with(session.guard.judge)
+    replica.state.keeps_refused &= run.anomalies.may_go_on
+
+    repeated = RepeatedHealing(group, run.hash_interval)
 
     def log_healed(healed: Healed) -> None:
         session.log_event(
             ReplicasHealed(ranks=healed.ranks, source_rank=healed.source_rank, difference=healed.difference)
         )
+        if words := repeated.react(healed.ranks, replica.num_updates, session.member):
+            session.log_event(Warned(message=words))
 
     def heal_replica(everybody: list[dict[str, str]], targets: dict[str, Any]) -> bool:
         healed = heal(everybody, group, targets)
@@ -367,6 +373,7 @@ def resume(
         loader.load_batches(document["loader"])
     restore_objects(state, {"rates": session.rates}, session.replica.shard.world)
     training.best.load(document.get("best", {}))
+    session.guard.load(document.get("anomalies"))
     if session.noise is not None and document.get("noise"):
         session.noise.load(document["noise"])
     training.step = training.delays_step = document["step"]
