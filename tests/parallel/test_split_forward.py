@@ -225,6 +225,54 @@ def find_gap_of_denoising(group: Any) -> float:
     return gap
 
 
+class Masked(nn.Module):
+    """Causal attention, with a mask of the tokens that count; without one, or one of ones, it repeats no keys."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+        self.embed, self.table = nn.Embedding(24, WIDTH), nn.Embedding(NUM_TOKENS, WIDTH)
+        self.project, self.out = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor, position_ids: Any = None) -> Tensor:
+        """Return features of each token."""
+        x = self.embed(input_ids)
+        if self.kind == "positions by a mask":
+            x = x + self.table(attention_mask.cumsum(1).sub(1).relu() if position_ids is None else position_ids)
+        query, key, value = self.project(x).split([WIDTH, WIDTH // 2, WIDTH // 2], dim=-1)
+        query, key, value = (one.unflatten(-1, (-1, WIDTH // 4)).transpose(1, 2) for one in (query, key, value))
+        if attention_mask.all():
+            x = F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
+            return self.out(x.transpose(1, 2).flatten(2))
+        key, value = (one.repeat_interleave(2, 1) for one in (key, value))
+        allowed = attention_mask[:, None, None].bool() & input_ids.new_ones(x.shape[1], x.shape[1]).bool().tril()
+        if self.kind == "padding sees itself":
+            allowed = allowed | torch.eye(x.shape[1], dtype=torch.bool)
+        elif self.kind == "padding sees nothing":
+            allowed = allowed & attention_mask[:, None, :, None].bool()
+        x = F.scaled_dot_product_attention(query, key, value, allowed)
+        return self.out(x.transpose(1, 2).flatten(2))
+
+
+def run_masked(kind: str, num_hidden: int, group: Any) -> str:
+    """Return what is said of a model with padding at the front of the sample, or how far it is from the whole one."""
+    whole = Masked(kind).double()
+    counts = torch.arange(NUM_TOKENS)
+    sample = {"input_ids": draw()[:1], "attention_mask": (counts >= num_hidden).long()[None]}
+    batch = {"input_ids": draw(), "attention_mask": torch.stack([counts >= 1, counts < 3]).long()}
+    expected = whole(**batch).detach()
+    try:
+        model = parallelize(whole, LAYOUT, group=group, sample=sample)
+    except SettingsError as error:
+        return str(error)
+    mesh = find_shard(model, group).mesh
+    assert mesh is not None
+    gap = (model(**split_batch(batch, mesh)) - split_batch(expected, mesh)).abs().amax(-1)
+    find_shard(model, group).close()
+    is_seen = split_batch(batch, mesh)["attention_mask"] > 0
+    return " and ".join(f"{float(one.max()) if one.numel() else 0.0:.6f}" for one in (gap[is_seen], gap[~is_seen]))
+
+
 def on_two() -> Any:
     torch.set_num_threads(1)
     with join() as group:
@@ -232,6 +280,10 @@ def on_two() -> Any:
         for kind in (*REFUSED, *ACCEPTED, "window"):
             torch.manual_seed(1)
             said[kind] = run_model(Attending(kind), kind, group)
+        for kind in ("padding", "padding sees itself", "padding sees nothing", "positions by a mask"):
+            for num_hidden in (0, 1, 3):
+                torch.manual_seed(1)
+                said[f"{kind} {num_hidden}"] = run_masked(kind, num_hidden, group)
         torch.manual_seed(1)
         return {**said, "packed": say_of_packed(group), "denoising": find_gap_of_denoising(group)}
 
@@ -266,3 +318,22 @@ def test_several_texts_in_a_sequence_are_refused_unless_a_mask_is_given(said: di
 
 def test_attention_is_causal_in_the_batches_that_ask_for_it(said: dict[str, Any]) -> None:
     assert said["denoising"] < 1e-12
+
+
+@pytest.mark.parametrize("num_hidden", [0, 1, 3])
+def test_padding_is_exact_whether_or_not_the_sample_and_all_ranks_have_some(
+    said: dict[str, str], num_hidden: int
+) -> None:
+    assert said[f"padding {num_hidden}"] == "0.000000 and 0.000000"
+    assert said[f"padding sees nothing {num_hidden}"].startswith("0.000000 and ")
+
+
+@pytest.mark.parametrize(("kind", "what"), [
+    ("padding sees itself", "an attention mask must hide whole tokens"),
+    ("positions by a mask", "table has another output with split sequences"),
+])  # fmt: skip
+def test_what_a_mask_changes_is_seen_on_a_sample_without_padding(said: dict[str, str], kind: str, what: str) -> None:
+    for num_hidden in (0, 1, 3):
+        assert what in said[f"{kind} {num_hidden}"]
+    if kind == "positions by a mask":
+        assert "where a mask hides tokens at the front (leave masks out" in said[f"{kind} 0"]

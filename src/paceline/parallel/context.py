@@ -108,13 +108,19 @@ class SplitContext(FullContext):
             scale: Factor of the scores; by default the inverse root of D.
             enable_gqa: Whether several queries' heads share those of keys and values.
         """
+        kept_B11T = None
+        if keep_BT is not None:
+            # Models may repeat keys where there is a mask, which is left out where a rank's part of it is of ones.
+            num_heads = key_BHTD.shape[1]
+            signed = torch.where(keep_BT, num_heads, -num_heads).to(torch.float32)
+            gathered = self._gather(signed[:, None, :, None])[..., 0]
+            low, high = torch.stack(gathered.aminmax()).tolist()
+            if (repeats := int(max(-low, high)) // num_heads) > 1:
+                key_BHTD, value_BHTD = (one.repeat_interleave(repeats, 1) for one in (key_BHTD, value_BHTD))
+            kept_B11T = None if low > 0 else (gathered > 0)[:, :, None]
         widths = [key_BHTD.shape[-1], value_BHTD.shape[-1]]  # latent attention has different ones
         joined_BHTD = self._gather(torch.cat([key_BHTD, value_BHTD], dim=-1))
         keys_BHTD, values_BHTD = joined_BHTD.split(widths, dim=-1)
-        kept_B11T = None
-        if keep_BT is not None:
-            gathered = self._gather(keep_BT[:, None, :, None].to(key_BHTD.dtype))[..., 0] > 0
-            kept_B11T = None if gathered.all() else gathered[:, :, None]
         whole_BT = None
         if documents_BT is not None:  # numbers of a row's documents are small
             whole_BT = self._gather(documents_BT[:, None, :, None].float())[:, 0, :, 0]
@@ -167,9 +173,11 @@ def _attend_to_prefix(
     if begin == 0 and kept is None:
         return attend(query, keys, values, is_causal=True)
     mask = torch.ones(num_queries, end, dtype=torch.bool, device=query.device).tril(begin)
-    if kept is not None:  # a token sees itself always: a row without any would be NaN
-        mask = (mask & kept[..., :end]) | mask.triu(begin)
-    return attend(query, keys, values, attn_mask=mask)
+    if kept is None:
+        return attend(query, keys, values, attn_mask=mask)
+    mask = mask & kept[..., :end]
+    is_blind = ~mask.any(-1, keepdim=True)
+    return attend(query, keys, values, attn_mask=mask | is_blind).masked_fill(is_blind, 0)  # zero as torch's
 
 
 def split_attention(module: nn.Module, mesh: Mesh, sample: Any = None) -> None:

@@ -12,7 +12,8 @@ from paceline.comm.torch_group import is_lost_peer
 from paceline.data.batch import call, list_tensors, map_tensors
 from paceline.errors import PacelineError, SettingsError
 from paceline.parallel.mesh import Mesh
-from paceline.parallel.split_forward import CONTEXT_ADVICE, Context, names_of_calls, split_forwards_in
+from paceline.parallel.padding import NotingContext, hide_tokens
+from paceline.parallel.split_forward import CONTEXT_ADVICE, Context, check_masks, names_of_calls, split_forwards_in
 from paceline.parallel.tensor_proof import relative_error
 from paceline.parallel.trial import is_random, restored, training, vary
 
@@ -34,8 +35,10 @@ class ContextCheck:
     """Comparison of a model on parts of sequences with itself on whole ones: results, gradients, and what it keeps.
 
     In evaluation and, unless that draws random numbers even without dropout, in training: on a sample, on one of other
-    values, and with what each forward counts where it will be after many. It costs about ten forward and four backward
-    passes of the sample, and on each rank memory for a copy of the parameters and two of gradients.
+    values, and with what each forward counts where it will be after many; in evaluation also where its masks hide
+    tokens at the front and at the back. Results of hidden tokens are not compared: no other token sees them. It costs
+    about fifteen forward passes of the sample, ten more with a mask, and four backward, and on each rank memory for a
+    copy of the parameters and two of gradients.
 
     Args:
         module: Model, whose forwards `split_forwards` has replaced.
@@ -50,6 +53,7 @@ class ContextCheck:
         self._context = context
         self._split = split
         self._num_samples = self._num_tokens = 0
+        self._seen_BT = torch.ones(0, 0, dtype=torch.bool)
 
     def compare(self, sample: Any) -> None:
         """Raise `SettingsError` on all ranks with the name of what is another one with split sequences."""
@@ -57,6 +61,10 @@ class ContextCheck:
         samples = [one for one in (sample, vary(sample)) if self._runs(one)]
         for one in samples:
             self._compare(one, "")
+        for one, where in hide_tokens(sample):
+            if self._runs(one):
+                check_masks(self._module, one)
+                self._compare(one, where)
         with training(self._module):
             is_noisy = any(self._mesh.world.gather_documents(is_random(self._module, sample), name="random forward"))
         mode, when = (training(self._module, measures=True), " in training") if not is_noisy else (nullcontext(), "")
@@ -99,6 +107,7 @@ class ContextCheck:
             if said := self._find_gap(expected.get(place), output.detach(), is_result=not place[0]):
                 different.setdefault(place[0], said)
 
+        self._seen_BT = self._find_seen(sample)
         whole_state, whole_gradients = self._train(sample, None, note, trains=trains)
         with self._explaining():
             state, gradients = self._train(self._split(sample), self._context, compare, trains=trains)
@@ -112,6 +121,24 @@ class ContextCheck:
         said = self._describe(different, when) if different else ""
         if first := next(filter(None, self._mesh.world.gather_documents(said, name="split forward")), ""):
             raise SettingsError(first)
+
+    def _find_seen(self, sample: Any) -> Tensor:
+        """Return which tokens of whole sequences are seen by attention, in a run on this rank's part of a sample."""
+        context = NotingContext(self._context)
+        with self._explaining():
+            self._train(self._split(sample), context, lambda *_: None, trains=False)
+        device = next(one.device for one in list_tensors(sample))
+        seen_BT = torch.zeros(self._num_samples, self._num_tokens, device=device)
+        places = self._split(torch.arange(self._num_tokens, device=device)[None])[0]
+        seen_BT[:, places] = context.find_seen(torch.Size((self._num_samples, len(places)))).to(seen_BT)
+        self._mesh.group("context").all_reduce(seen_BT, name="tokens that attention sees").wait()
+        return seen_BT > 0
+
+    def _find_known(self, tensor: Tensor) -> Tensor:
+        """Return which numbers of a result of whole sequences are of tokens that attention sees, or of no token."""
+        if tensor.shape[:2] != self._seen_BT.shape:
+            return torch.ones_like(tensor, dtype=torch.bool)
+        return self._seen_BT.to(tensor.device).view(*self._seen_BT.shape, *[1] * (tensor.dim() - 2)).expand_as(tensor)
 
     @contextmanager
     def _explaining(self) -> Iterator[None]:
@@ -160,6 +187,7 @@ class ContextCheck:
             if is_split and len(shape) > 1:
                 shape[1] = self._num_tokens
             weights = torch.randn(shape, generator=torch.Generator().manual_seed(number)).to(output)
+            weights = weights.where(self._find_known(weights), 0)
             weights = self._split(weights) if is_split and len(shape) > 1 else weights
             terms.append((output * weights).sum() if weights.shape == output.shape else output.sum())
         if terms:
@@ -172,8 +200,9 @@ class ContextCheck:
         has_tokens = whole.dim() > 1 and whole.shape[1] == self._num_tokens
         if has_tokens and whole.dim() == 2 and len(whole) != self._num_samples:
             return ""  # tokens of all samples, as wide as a sample is long
+        is_known = self._find_known(whole)
         if has_tokens and not (kept and output.shape == whole.shape):
-            wanted = self._split(whole)
+            wanted, is_known = self._split(whole), self._split(is_known)
         elif kept:
             wanted = whole
         else:
@@ -182,9 +211,9 @@ class ContextCheck:
             is_clear = not kept and (is_result or whole.shape.count(self._num_tokens) == 1)
             shapes = f"{tuple(output.shape)} and not {tuple(wanted.shape)}"
             return f"an output of another shape with split sequences, {shapes}" if is_clear else ""
-        is_known = wanted.isfinite() | output.isfinite()
+        is_known = is_known & (wanted.isfinite() | output.isfinite())
         gap = (output - wanted).where(is_known, 0).abs().max() if output.numel() else torch.zeros(())
-        size = wanted.where(wanted.isfinite(), 0).abs().max() if output.numel() else gap
+        size = wanted.where(is_known & wanted.isfinite(), 0).abs().max() if output.numel() else gap
         if gap <= _tolerance(wanted.dtype) * size.clamp(min=1e-6):
             return ""
         return f"another {f'value of {kept}' if kept else 'output'} with split sequences, by {float(gap):.3g}"

@@ -389,6 +389,12 @@ def split_forwards(module: nn.Module, sample: Any, size: int) -> None:
         SplitForward(module.get_submodule(name), name, probe.uses.get(name, Uses()), names, shared)
 
 
+def check_masks(module: nn.Module, sample: Any) -> None:
+    """Raise `SettingsError` if a mask of attention of a whole sample hides other than whole tokens."""
+    with restored(module), torch.no_grad(), _Probe(module, None):
+        call(module, map_tensors(torch.clone, sample))
+
+
 def _find_position_names(module: nn.Module, sample: Any) -> tuple[str, ...]:
     parameters = inspect.signature(module.forward).parameters
     if "position_ids" not in parameters or not isinstance(sample, Mapping):
