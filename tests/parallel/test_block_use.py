@@ -1,6 +1,7 @@
 """Blocks whose parameters others read, or that only some samples use, are gathered with the root."""
 
 from contextlib import nullcontext
+from typing import Any
 
 import pytest
 import torch
@@ -85,6 +86,71 @@ class Fails(Net):
         raise ValueError("no sample")
 
 
+class Exits(nn.Linear):
+    """Block that says whether to go on, or only asks that for itself."""
+
+    def __init__(self, tells: bool) -> None:
+        super().__init__(4, 4)
+        self.tells = tells
+
+    def forward(self, x: Tensor) -> Any:
+        x = super().forward(x)
+        is_done = bool(x.isnan().any())
+        return (x, is_done) if self.tells else (x + 1 if is_done else x)
+
+
+class LeavesEarly(Net):
+    """Blocks of which one says whether the others run: none says so on a sample of ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Exits(True) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for other in self.others:
+            x = other(x)
+        for block in self.blocks:
+            x, is_done = block(x)
+            if is_done:
+                break
+        return x
+
+
+class AsksInside(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Exits(False) for _ in range(3))
+
+
+class Counts(Net):
+    """The number of bins is the greatest of the numbers, plus 1."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        for other in self.others[: len(torch.bincount(x.argmax(-1), minlength=3))]:
+            x = other(x)
+        return x
+
+
+class Contains(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        for number, other in enumerate(self.others):
+            x = x if number + 7 in x.argmax(-1) else other(x)
+        return x
+
+
+class Formats(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        for other in self.others:
+            x = other(x) if f"{x.sum() > 1e6}" == "False" else x
+        return x
+
+
 BLOCKS, OTHERS = ([f"{name}.{i}" for i in range(3)] for name in ("blocks", "others"))
 
 
@@ -111,3 +177,19 @@ def test_blocks_that_are_gathered_by_themselves(kind: type[Net], found: list[str
         assert agree_on_blocks(module, torch.ones(1, 4, device=device), mesh) == found
     assert agree_on_blocks(module, None, mesh) == BLOCKS + OTHERS
     assert all(not part._forward_hooks and not part._forward_pre_hooks for part in module.modules())
+
+
+@pytest.mark.parametrize(
+    ("kind", "found", "says"),
+    [
+        (LeavesEarly, OTHERS, True),
+        (AsksInside, BLOCKS + OTHERS, False),
+        (Counts, BLOCKS, True),
+        (Contains, BLOCKS, True),
+        (Formats, BLOCKS, True),
+    ],
+)
+def test_what_blocks_hand_out_and_other_reads_choose_blocks(kind: type[Net], found: list[str], says: bool) -> None:
+    mesh = Mesh(LocalGroup(), Layout().resolve(1))
+    with pytest.warns(UserWarning, match="numbers of its tensors") if says else nullcontext():
+        assert agree_on_blocks(kind(), torch.ones(1, 4), mesh) == found

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
@@ -30,8 +31,11 @@ _READS: tuple[str, ...] = (
     "unique",
     "where",
 )
-_READS += ("__array__", "masked_select", "equal", "allclose", "__complex__")
+_READS += ("__array__", "masked_select", "equal", "allclose", "__complex__", "__format__", "__contains__")
+_READS += ("is_nonzero", "bincount", "unique_consecutive")
 """Functions of torch whose result, or its shape, depends on values in more ways than can be tried."""
+_NUMBERS = (int, float, complex, str, np.ndarray, np.generic)
+"""Types of what a block returns by which a forward can choose without asking a tensor."""
 
 
 def agree_on_blocks(module: nn.Module, sample: Any, mesh: Mesh) -> list[str]:
@@ -39,7 +43,8 @@ def agree_on_blocks(module: nn.Module, sample: Any, mesh: Mesh) -> list[str]:
 
     They are those of `find_blocks`, but not what on the sample somebody else reads the parameters of, and no lists
     with blocks that the forward calls by choice, such as experts: other ranks would gather others. Both answers of
-    each question that the forward asks of values are tried; what is called after it has read numbers is by choice.
+    each question that the forward asks of values are tried; what is called after it has read numbers is by choice, or
+    after a block that did either has handed out Python values.
     Without a sample, or where the model does not run on it, little is known of that.
     """
     names = find_blocks(module)
@@ -86,9 +91,10 @@ def _watch(module: nn.Module, names: Sequence[str], sample: Any, answered: int |
 
 def _warn(names: Sequence[str]) -> None:
     warnings.warn(
-        f"the model reads numbers of its tensors (.item(), .tolist(), nonzero, masks) before it calls {names[0]} and "
-        f"others ({len(names)}), so that ranks may call different ones: they are gathered with the rest of the model, "
-        "which takes more memory; read numbers after them, or ask with `if tensor:`, whose both answers are tried",
+        f"the model reads numbers of its tensors (.item(), .tolist(), nonzero, masks, or Python values that a block "
+        f"returns) before it calls {names[0]} and others ({len(names)}), so that ranks may call different ones: they "
+        "are gathered with the rest of the model, which takes more memory; read numbers after them, or ask with "
+        "`if tensor:` outside blocks, whose both answers are tried",
         stacklevel=2,
     )
 
@@ -114,6 +120,8 @@ class _BlockUse(TorchFunctionMode):
         self._blocks = {name: module.get_submodule(name) for name in names}
         self._owners = {id(held): name for name, block in self._blocks.items() for held in block.parameters()}
         self._running: list[str] = []
+        self._has_read_inside = False
+        """Whether the block that runs has read or asked anything."""
 
     def is_by_values(self, name: str) -> bool:
         """Return whether a block is not called, or is called after the forward has read a number."""
@@ -121,7 +129,9 @@ class _BlockUse(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run a function of torch."""
-        if not self._running and self.num_certain is None:
+        if self._running:
+            self._has_read_inside |= func is Tensor.__bool__ or _reads(func, args)
+        elif self.num_certain is None:
             if func is Tensor.__bool__:
                 return self._answer(args[0])
             if _reads(func, args):
@@ -148,9 +158,13 @@ class _BlockUse(TorchFunctionMode):
                 def enter(*_: Any, name: str = name) -> None:
                     self.calls.append(name)
                     self._running.append(name)
+                    self._has_read_inside = False
 
-                def leave(*_: Any) -> None:
+                def leave(_: nn.Module, inputs: Any, output: Any) -> None:
                     self._running.pop()
+                    hands_out = any(isinstance(value, _NUMBERS) for value in tree_leaves(output))
+                    if self.num_certain is None and self._has_read_inside and hands_out:
+                        self.num_certain = len(self.calls)
 
                 stack.callback(block.register_forward_pre_hook(enter, prepend=True).remove)
                 stack.callback(block.register_forward_hook(leave, always_call=True).remove)
