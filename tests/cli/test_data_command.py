@@ -69,7 +69,7 @@ def test_damage_is_an_exit_code(images, run_here):
         checked = run_here("data", "check", images, "--processes", 1)
     assert checked.returncode == 1
     assert "fingerprint size-" in checked.stdout
-    assert "unreadable samples: 1\n  sample 17: image must be a whole image, but got" in checked.stdout
+    assert "unreadable samples: 1\n  sample 17: 00001/05: image must be a whole image, but got" in checked.stdout
 
 
 def test_text_in_lines_trains_a_language_model(tmp_path, run_here):

@@ -41,12 +41,13 @@ def workers(tmp_path):
 
 def read_share(cached, rank, num_epochs, found):
     source = StoredSamples(cached, NUM_FILES, FILE_BYTES, SAMPLE_BYTES)
-    order = Loader(source, 12, num_epochs=num_epochs, seed=5).order
+    loader = Loader(source, 12, num_epochs=num_epochs, seed=5)
+    order = loader.order
     parts = [Interval(start + 4 * rank, start + 4 * rank + 4) for start in range(0, num_epochs * len(source), 12)]
     upcoming = UpcomingSamples(
         order,
         0,
-        num_epochs * len(source),
+        loader._ending,
         lambda start: (Interval(start, start + 12), [Interval(start + 4 * rank, start + 4 * rank + 4)]),
     )
     source.expect(upcoming)

@@ -101,7 +101,7 @@ def gather(mine: Mapping[str, Tensor], group: Group) -> dict[str, Tensor]:
     offers = _exchange({name: Slice.of(tensor) for name, tensor in mine.items()}, group, "slices of the state")
     group = group.on_cpu()
     gathered: dict[str, Tensor] = {}
-    messages = _Messages[tuple[str, Slice]](group)
+    messages = _TensorMoves[tuple[str, Slice]](group)
 
     def assemble(arrived: Iterator[tuple[tuple[str, Slice], Tensor]]) -> None:
         for (name, held), moved in arrived:
@@ -152,7 +152,7 @@ def scatter(
     """
     wishes = _exchange(wanted, group, "slices that are wanted")
     group = group.on_cpu()
-    messages = _Messages[str](group)
+    messages = _TensorMoves[str](group)
     for name, slices in wishes.items():
         whole = find(name) if find is not None and group.rank == 0 else None
         if len(slices) == group.size > 1 and all(needed.is_whole for needed in slices.values()):
@@ -194,7 +194,7 @@ def trade(
                 raise CommunicationError(f"a rank must hold {name} of rank {rank}, but none that is left does")
             sources[name, rank] = rank if rank in same else same[0]
     group = group.on_cpu()
-    messages = _Messages[tuple[str, int]](group)
+    messages = _TensorMoves[tuple[str, int]](group)
 
     def unpack(arrived: Iterator[tuple[tuple[str, int], Tensor]]) -> Iterator[tuple[str, Tensor, int]]:
         return ((name, moved, source) for (name, source), moved in arrived)
@@ -372,7 +372,7 @@ def _exchange(mine: Mapping[str, Slice], group: Group, name: str) -> dict[str, d
     }
 
 
-class _Messages(Generic[Key]):
+class _TensorMoves(Generic[Key]):
     """Tensors on their way between pairs of ranks; every rank moves the same ones in the same order.
 
     A message waits for nobody but its two ranks, and some are under way at once.

@@ -6,7 +6,7 @@ import stat
 import threading
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.comm.control import ControlServer, ControlStore, KeyValues, RequestLog, read_requests
@@ -36,6 +36,7 @@ def without_empty(shown):
     return epoch, shared, {number: space for number, space in by_epoch.items() if space}, replies
 
 
+@settings(deadline=None)  # a file of each example
 @given(messages=st.lists(named, max_size=40), max_bytes=st.sampled_from([1, 400, 10**6]))
 def test_what_is_read_is_what_was_there_also_where_the_file_was_begun_anew(tmp_path_factory, messages, max_bytes):
     path = tmp_path_factory.mktemp("log") / "requests.log"
