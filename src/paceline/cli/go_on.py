@@ -24,18 +24,18 @@ def is_reported(out: Path) -> bool:
     return report.exists() and (not log.exists() or report.stat().st_mtime_ns >= log.stat().st_mtime_ns)
 
 
-def find_end(out: Path, run: Run) -> str:
-    """Return how a run has finished, in words; empty if it has not."""
+def tell_finished(out: Path, run: Run) -> bool:
+    """Print that a run is finished, and write its report if its launcher was lost before it did; False if it is not."""
     num_steps = run.num_steps or run.count_steps(run.open_data())
-    last_step = find_last_step(out, num_steps)
-    return find_early_end(out, run) or (f"at step {last_step} of {num_steps}" if last_step is not None else "")
-
-
-def tell_finished(out: Path, end: str) -> None:
-    """Print that a run is finished, and write its report if its launcher was lost before it did."""
-    typer.echo(f"the run in {out} is finished, {end}: nothing is left to do")
+    last_step, reason = find_last_step(out, num_steps), find_early_end(out, run)
+    if last_step is None and not reason:
+        return False
+    typer.echo(
+        f"the run in {out} is finished, {reason or f'at step {last_step} of {num_steps}'}: nothing is left to do"
+    )
     if not is_reported(out):
         write_report(out)
+    return True
 
 
 def check_begun(recipe: str, out: Path, overrides: list[tuple[str, str]]) -> bool:
@@ -53,8 +53,7 @@ def check_begun(recipe: str, out: Path, overrides: list[tuple[str, str]]) -> boo
             "choose another --out for another run"
         )
     run = apply_overrides(load_run(file), overrides)
-    if end := find_end(out, run):
-        tell_finished(out, end)
+    if tell_finished(out, run):
         return False
     typer.echo(f"goes on with the run that was begun in {out}")
     for name, (there, here) in list_differences(run, make_run(recipe, overrides)).items():

@@ -97,7 +97,7 @@ def _train_here(
     go_on: bool,
 ) -> int:
     with without_collections():
-        from paceline.cli.go_on import check_begun, find_end, is_begun, is_reported, tell_finished
+        from paceline.cli.go_on import check_begun, is_begun, is_reported, tell_finished
     from paceline.cli.prepare import (
         changes_run,
         make_resumed,
@@ -138,10 +138,8 @@ def _train_here(
                 directory, file = resume.absolute(), RunFile.load(resume)
             else:
                 end_left_workers(resume.absolute())
-                if not (is_changed or is_reported(resume)) and (
-                    end := find_end(resume, load_run(RunFile.load(resume)))
-                ):
-                    tell_finished(resume, end)  # by workers whose launcher was lost
+                is_untold = not (is_changed or is_reported(resume))
+                if is_untold and tell_finished(resume, load_run(RunFile.load(resume))):  # its launcher was lost
                     lock.release()
                     return ExitCode.FINISHED
                 directory, file = prepare_resumed(resume, workers, overrides)

@@ -19,20 +19,30 @@ from paceline.parallel.trial import restored, training, vary
 
 _MAX_BRANCHES = 16
 """Number of questions (`if tensor:`) of a forward whose other answer is tried."""
-_READS: tuple[str, ...] = (
-    "__int__",
-    "__float__",
-    "__index__",
-    "item",
-    "tolist",
-    "numpy",
-    "nonzero",
-    "argwhere",
-    "unique",
-    "where",
+_READS = frozenset(
+    [
+        "__int__",
+        "__float__",
+        "__complex__",
+        "__index__",
+        "__array__",
+        "__format__",
+        "__contains__",
+        "item",
+        "tolist",
+        "numpy",
+        "is_nonzero",
+        "nonzero",
+        "argwhere",
+        "where",
+        "masked_select",
+        "unique",
+        "unique_consecutive",
+        "bincount",
+        "equal",
+        "allclose",
+    ]
 )
-_READS += ("__array__", "masked_select", "equal", "allclose", "__complex__", "__format__", "__contains__")
-_READS += ("is_nonzero", "bincount", "unique_consecutive")
 """Functions of torch whose result, or its shape, depends on values in more ways than can be tried."""
 _NUMBERS = (int, float, complex, str, np.ndarray, np.generic)
 """Types of what a block returns by which a forward can choose without asking a tensor."""
