@@ -37,7 +37,7 @@ _URL = "s3://bucket/samples"
 class DataStoreBenchmark(Benchmark):
     """Samples from an object store behind a link of limited bandwidth and a proxy that delays each answer; needs root.
 
-    One host reads everything twice with an empty cache that holds all; then with a disk that holds half, samples of 1 MiB
+    One host reads all twice with an empty cache that holds everything; then with a disk for half, samples of 1 MiB
     (small ones in a shuffled order would need nearly all blocks in each step); then several hosts share the link of the
     store, and hand blocks to each other. Nothing is computed with the samples.
     """

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 import typer
 
 from paceline.errors import SettingsError
+from paceline.launch.signals import cleaning_up_when_asked
 from paceline.registry import Settings
 
 if TYPE_CHECKING:
@@ -69,7 +70,9 @@ def print_rows(
     from paceline.cli.overrides import apply_overrides, parse_pairs
 
     check_new_files(json, markdown)
-    rows = measure(apply_overrides(settings, [*_place_workers(hosts, bandwidth), *parse_pairs(context.args)]))
+    chosen = apply_overrides(settings, [*_place_workers(hosts, bandwidth), *parse_pairs(context.args)])
+    with cleaning_up_when_asked():
+        rows = measure(chosen)
     print_table(rows)
     write_files(rows, json, markdown)
 

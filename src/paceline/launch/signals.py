@@ -61,6 +61,24 @@ def leaving_when_asked(code: int) -> Iterator[None]:
         print(f"stopped by {signal.Signals(number).name} while no worker ran", file=sys.stderr)
         leave(code)  # an exception in the middle of an import may be swallowed
 
+    with _handling(stop):
+        yield
+
+
+@contextlib.contextmanager
+def cleaning_up_when_asked() -> Iterator[None]:
+    """Inside, SIGTERM and SIGHUP raise `SystemExit`, so that whoever started processes ends them."""
+
+    def stop(number: int, _: FrameType | None) -> None:
+        drop_lost_output()
+        raise SystemExit(128 + number)
+
+    with _handling(stop):
+        yield
+
+
+@contextlib.contextmanager
+def _handling(stop: Callable[[int, FrameType | None], None]) -> Iterator[None]:
     numbers = [n for n in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(n) is not signal.SIG_IGN]
     previous = {number: signal.signal(number, stop) for number in numbers}
     try:
