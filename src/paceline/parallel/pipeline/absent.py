@@ -1,10 +1,11 @@
 """Values that other ranks of a pipeline have: what is computed from their placeholders is refused where it counts."""
 
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode, _get_current_function_mode, _pop_mode_temporarily
 from torch.utils._pytree import tree_leaves
@@ -20,6 +21,8 @@ _METADATA = {
     "result_type", "can_cast", "backward", "is_same_size", "__repr__", "__format__",
 }  # fmt: skip
 """Functions that read no values of a tensor, or return tensors."""
+_LEAVES = (type(None), bool, int, float, str, torch.dtype, torch.device)
+"""Types of what functions take beside tensors."""
 
 _sources: Any = WeakTensorKeyDictionary()
 """Names of what is missing, of each tensor that holds no values or was computed from such."""
@@ -104,10 +107,23 @@ def mark_missing(tensor: Tensor, source: str) -> None:
 
 def find_missing(data: Any) -> str | None:
     """Return what the first tensor of `data` without values is missing, or None."""
-    if not _sources:
-        return None
-    found = (_sources.get(value) for value in tree_leaves(data) if isinstance(value, Tensor))
-    return next((source for source in found if source is not None), None)
+    return _find_missing([data]) if _sources else None
+
+
+def _find_missing(values: Iterable[Any]) -> str | None:
+    """Search values one by one: most are tensors or numbers, on which `tree_leaves` spends more than their function."""
+    for value in values:
+        if isinstance(value, Tensor):
+            source = _sources.get(value)
+        elif isinstance(value, list | tuple):
+            source = _find_missing(value)
+        elif isinstance(value, dict):
+            source = _find_missing(value.values())
+        else:
+            source = None if isinstance(value, _LEAVES) else _find_missing(list_tensors(value))
+        if source is not None:
+            return source  # type: ignore[no-any-return]
+    return None
 
 
 def reads_values(func: Any, result: Any) -> bool:
