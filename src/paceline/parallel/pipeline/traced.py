@@ -26,6 +26,7 @@ from paceline.parallel.pipeline.trace import (
     INPUTS,
     ForwardTrace,
     Source,
+    UseRecorder,
     call_module,
     calls_replaced,
     find_output,
@@ -35,7 +36,7 @@ from paceline.parallel.trial import evaluating, is_random, restored, training, v
 
 DTYPES = (
     torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.int32, torch.int16, torch.int8,
-    torch.uint8, torch.bool,
+    torch.uint8, torch.bool, torch.complex64, torch.complex128,
 )  # fmt: skip
 _MAX_SHAPES = 64
 _TOLERANCE = 1e-4
@@ -54,7 +55,7 @@ def find_layers(module: nn.Module, sequence: Sequence[str] = (), sample: Any = N
         SettingsError: The model cannot be cut.
     """
     if sequence or sample is None or is_listed(module):
-        return list_layers(module, sequence)
+        return _own_used(module, list_layers(module, sequence), sample)
     opened = find_opened(module)
     with restored(module):
         try:
@@ -71,9 +72,27 @@ def find_layers(module: nn.Module, sequence: Sequence[str] = (), sample: Any = N
         except Exception as error:
             raise SettingsError(
                 f"a model must run on a sample to be cut into stages, but {type(module).__name__} says on "
-                f"{describe(sample)}: {type(error).__name__}: {error}; {LAYERS_ADVICE}"
+                f"{describe(sample)}: {type(error).__name__}: {str(error).partition(chr(10))[0]}; {LAYERS_ADVICE}"
             ) from error
     return layers
+
+
+def _own_used(module: nn.Module, layers: list[PipelineLayer], sample: Any) -> list[PipelineLayer]:
+    """Return listed layers that own what they use of each other too, by references that are no submodules of theirs."""
+    found: list[PipelineLayer] = []
+    value: Any = tensors[0] if len(tensors := tuple(list_tensors(sample))) == 1 else tensors
+    try:
+        with restored(module), torch.no_grad():
+            for layer in layers if tensors else ():
+                with UseRecorder(module) as uses:
+                    value = layer.run(value)
+                own = find_owned(module, [layer])
+                named = [*module.named_parameters(), *module.named_buffers()]
+                others = [name for name, one in named if name in uses.names and one not in own]
+                found.append(replace(layer, owns=(*layer.owns, *others)))
+    except Exception:  # which a trial of the stages names
+        return layers
+    return found or layers
 
 
 def is_listed(module: nn.Module) -> bool:
@@ -137,7 +156,7 @@ class Part:
         """Return what crosses the end, or the model's output."""
         run = _PartRun(self, (value,) if isinstance(value, Tensor) else value)
         try:
-            with run.tracking, calls_replaced(self.model, self.trace.opened, run.call_part):
+            with run.tracking, calls_replaced(self.model, self.trace, run.call_part):
                 output = call(self.model, run.fill(INPUTS))
         except _EndOfPartError:
             return run.finish()
