@@ -182,6 +182,29 @@ class Refers(Plain):
         self.head = Reader(self.start)  # type: ignore[assignment]
 
 
+class Wave(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.complex(self.linear(x.real), x.imag if x.is_complex() else x)
+
+
+class Size(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        made: Tensor = self.linear(x.abs())
+        return made
+
+
+def waves_in_sequence() -> nn.Module:
+    return nn.Sequential(Wave(), Wave(), Wave(), Size())
+
+
 def refer_in_sequence() -> nn.Module:
     start = nn.Linear(WIDTH, WIDTH)
     return nn.Sequential(start, nn.Linear(WIDTH, WIDTH), nn.Tanh(), Reader(start))
@@ -189,7 +212,7 @@ def refer_in_sequence() -> nn.Module:
 
 MODELS: list[Callable[[], nn.Module]] = [
     *(InPlace, Reentrant, Listed, OfTuple, OfMapping, OfNamed, OfRecord, OfNamespace),
-    *(Halves, Waves, Slices, Hidden, Refers, refer_in_sequence),
+    *(Halves, Waves, Slices, Hidden, Refers, waves_in_sequence, refer_in_sequence),
 ]
 
 

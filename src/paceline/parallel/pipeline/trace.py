@@ -17,8 +17,8 @@ from paceline.data.batch import call, describe, is_record, map_tensors
 from paceline.data.batch import list_tensors as list_results
 from paceline.errors import SettingsError
 from paceline.parallel.pipeline.absent import list_changed, list_tensors, reads_values
-from paceline.parallel.pipeline.layers import LAYERS_ADVICE, AbsentModule
-from paceline.parallel.trial import CACHES
+from paceline.parallel.pipeline.layers import LAYERS_ADVICE, AbsentModule, PipelineLayer, find_owned
+from paceline.parallel.trial import CACHES, restored
 
 Source = tuple[int, int]
 """Origin of a tensor: the number of a call (`INPUTS` for the model's inputs) and the place among its tensors."""
@@ -247,6 +247,25 @@ def _key(tensor: Tensor) -> int:
             return int(tensor.untyped_storage()._cdata)
         except (RuntimeError, NotImplementedError):  # a wrapper, as inside torch.vmap
             return id(tensor)
+
+
+def own_used(module: nn.Module, layers: list[PipelineLayer], sample: Any) -> list[PipelineLayer]:
+    """Return listed layers that own what they use of each other too, by references that are no submodules of theirs."""
+    tensors = tuple(list_results(sample))
+    named = [*module.named_parameters(), *module.named_buffers()]
+    found: list[PipelineLayer] = []
+    value: Any = tensors[0] if len(tensors) == 1 else tensors
+    try:
+        with restored(module), torch.no_grad():
+            for layer in layers if tensors else ():
+                with UseRecorder(module) as uses:
+                    value = layer.run(value)
+                own = find_owned(module, [layer])
+                others = [name for name, one in named if name in uses.names and one not in own]
+                found.append(replace(layer, owns=(*layer.owns, *others)))
+    except Exception:  # which a trial of the stages names
+        return layers
+    return found or layers
 
 
 _here = threading.local()

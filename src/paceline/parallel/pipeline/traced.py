@@ -26,10 +26,10 @@ from paceline.parallel.pipeline.trace import (
     INPUTS,
     ForwardTrace,
     Source,
-    UseRecorder,
     call_module,
     calls_replaced,
     find_output,
+    own_used,
     record,
 )
 from paceline.parallel.trial import evaluating, is_random, restored, training, vary, without_constants
@@ -55,7 +55,7 @@ def find_layers(module: nn.Module, sequence: Sequence[str] = (), sample: Any = N
         SettingsError: The model cannot be cut.
     """
     if sequence or sample is None or is_listed(module):
-        return _own_used(module, list_layers(module, sequence), sample)
+        return own_used(module, list_layers(module, sequence), sample)
     opened = find_opened(module)
     with restored(module):
         try:
@@ -75,24 +75,6 @@ def find_layers(module: nn.Module, sequence: Sequence[str] = (), sample: Any = N
                 f"{describe(sample)}: {type(error).__name__}: {str(error).partition(chr(10))[0]}; {LAYERS_ADVICE}"
             ) from error
     return layers
-
-
-def _own_used(module: nn.Module, layers: list[PipelineLayer], sample: Any) -> list[PipelineLayer]:
-    """Return listed layers that own what they use of each other too, by references that are no submodules of theirs."""
-    found: list[PipelineLayer] = []
-    value: Any = tensors[0] if len(tensors := tuple(list_tensors(sample))) == 1 else tensors
-    try:
-        with restored(module), torch.no_grad():
-            for layer in layers if tensors else ():
-                with UseRecorder(module) as uses:
-                    value = layer.run(value)
-                own = find_owned(module, [layer])
-                named = [*module.named_parameters(), *module.named_buffers()]
-                others = [name for name, one in named if name in uses.names and one not in own]
-                found.append(replace(layer, owns=(*layer.owns, *others)))
-    except Exception:  # which a trial of the stages names
-        return layers
-    return found or layers
 
 
 def is_listed(module: nn.Module) -> bool:
@@ -370,7 +352,7 @@ def list_gradients(run: Any, tensors: Sequence[Tensor], gives: bool) -> tuple[bo
         tensors: Tensors that it has returned.
         gives: Whether anything before it is trained, or it itself.
     """
-    known = [gives and tensor.is_floating_point() for tensor in tensors]
+    known = [gives and (tensor.is_floating_point() or tensor.is_complex()) for tensor in tensors]
     if isinstance(run, Part) and run.end < len(run.trace.calls):
         crossing = run.trace.find_crossing(run.end)
         return (*(run.trace.tensors_of(number)[place].has_gradient for number, place in crossing), False)
@@ -497,4 +479,8 @@ def _compare_gradients(module: nn.Module, layers: Sequence[PipelineLayer], sampl
 
 def _pair_up(made: Any, whole: Any) -> list[tuple[Tensor, Tensor]]:
     """Return the tensors of two outputs, as numbers."""
-    return [(one.double(), other.double()) for one, other in zip(list_tensors(made), list_tensors(whole), strict=True)]
+
+    def count(one: Tensor) -> Tensor:
+        return (torch.view_as_real(one.resolve_conj()) if one.is_complex() else one).double()
+
+    return [(count(one), count(other)) for one, other in zip(list_tensors(made), list_tensors(whole), strict=True)]
