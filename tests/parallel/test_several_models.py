@@ -101,7 +101,7 @@ def test_gradients_that_one_backward_makes_twice_are_sent_once_they_are_added_up
 
 
 def test_blocks_that_ran_forward_twice_since_the_last_backward_are_known() -> None:
-    use = GradientUse(nn.Linear(2, 2), [], LocalGroup())
+    use = GradientUse(nn.Linear(2, 2), [], LocalGroup(), "")
     found = []
     for names in (["0", "1"], ["0"], ["1", "1"]):
         use._gathered += names

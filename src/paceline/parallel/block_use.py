@@ -48,8 +48,8 @@ _NUMBERS = (int, float, complex, str, np.ndarray, np.generic)
 """Types of what a block returns by which a forward can choose without asking a tensor."""
 
 
-def agree_on_blocks(module: nn.Module, sample: Any, mesh: Mesh) -> list[str]:
-    """Return the names of the blocks that are gathered by themselves, which rank 0 finds; every rank calls it.
+def agree_on_blocks(module: nn.Module, sample: Any, mesh: Mesh) -> tuple[list[str], bool]:
+    """Return the names of the blocks that are gathered by themselves, and whether there is a sample: as rank 0 finds.
 
     They are those of `find_blocks`, but not what on the sample somebody else reads the parameters of, and no lists
     with blocks that the forward calls by choice, such as experts: other ranks would gather others. Both answers of
@@ -59,10 +59,12 @@ def agree_on_blocks(module: nn.Module, sample: Any, mesh: Mesh) -> list[str]:
     """
     names = find_blocks(module)
     kept = list(names)
-    if names and mesh.world.rank == 0 and list_tensors(sample):
+    has_sample = bool(list_tensors(sample))
+    if names and mesh.world.rank == 0 and has_sample:
         kept = _find_kept(module, names, sample)
-    told: list[list[str]] = mesh.world.gather_documents(kept, name="blocks that are gathered")
-    return told[0]
+    told: list[Any] = mesh.world.gather_documents([kept, has_sample], name="blocks that are gathered")
+    kept, has_sample = told[0]
+    return kept, has_sample
 
 
 def _find_kept(module: nn.Module, names: Sequence[str], sample: Any) -> list[str]:

@@ -44,6 +44,7 @@ class GradientUse:
         module: Module of this rank, with the names of its parameters.
         parts: Modules that `shard_module` returned: itself, or the stages of a pipeline.
         group: Ranks that share the parameters.
+        advice: Advice about ranks that gather different blocks.
         reduce_scatter: Codec that sums the gradients, if there is one.
     """
 
@@ -52,8 +53,10 @@ class GradientUse:
         module: nn.Module,
         parts: Sequence[nn.Module],
         group: Group,
+        advice: str,
         reduce_scatter: CodedReduceScatter | None = None,
     ) -> None:
+        self._advice = advice
         self._names = {id(p): name for name, p in module.named_parameters() if p.requires_grad}
         self._places = {name: place for place, name in enumerate(self._names.values())}
         self._group = group
@@ -133,8 +136,7 @@ class GradientUse:
         raise MismatchError(
             f"ranks that share parameters must gather the same blocks, but gather {number} of a step was of "
             f"{pairs[number][0]} on rank {group.names[0]} and of {pairs[number][1]} on rank {group.names[rank]}, since "
-            "the model chooses blocks by its samples; give parallelize a sample, on which choices are found, let every "
-            "rank call all of them (times 0 where not chosen), or set Layout(zero_stage=1)"
+            f"the model chooses blocks by its samples; {self._advice}"
         )
 
     def _watch(self, module: nn.Module, inputs: Any) -> None:

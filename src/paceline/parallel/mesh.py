@@ -138,6 +138,11 @@ class Mesh:
         group: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
         return group
 
+    @property
+    def store(self) -> dist.Store | None:
+        """Store that the ranks share, with keys of this mesh alone; None if they are threads."""
+        return self.world.store and dist.PrefixStore(f"mesh {self._number}", self.world.store)
+
     def close_with(self, close: Callable[[], None]) -> None:
         """Call `close` before the mesh ends."""
         self._closers.append(close)
@@ -162,17 +167,17 @@ class Mesh:
                     f"{dist.get_rank()} of {dist.get_world_size()}; leave it to Paceline"
                 )
             return
-        store = self.world.store
+        store = self.store
         if store is None:
             if self.world.size > 1:
                 raise SettingsError(
                     f"the ranks of a layout must be processes, but got a {type(self.world).__name__}; start them with "
                     "`paceline train` or torchrun"
                 )
-            store = dist.HashStore()
+            store = dist.PrefixStore(f"mesh {self._number}", dist.HashStore())
         dist.init_process_group(
             "gloo" if self.world.device.type == "cpu" else "nccl",
-            store=dist.PrefixStore(f"mesh {self._number}", store),
+            store=store,
             rank=self.world.rank,
             world_size=self.world.size,
             timeout=timedelta(seconds=self.world.timeout_s),

@@ -15,6 +15,7 @@ import torch._C._distributed_c10d as c10d
 
 from paceline.comm.heartbeat import describe_mismatch, run_within
 from paceline.errors import CommunicationError, MismatchError, PacelineError, PeerTimeoutError
+from paceline.parallel.gather_watch import read_mismatch
 from paceline.parallel.mesh import Mesh
 from paceline.topology.layout import AXES
 
@@ -48,6 +49,8 @@ def explain_failure(error: RuntimeError | CommunicationError, mesh: Mesh, what: 
         mesh: Mesh of the layout.
         what: Name of what failed, and on which rank, for an error of torch.
     """
+    if said := read_mismatch(mesh):
+        return MismatchError(said)
     has_timed_out = isinstance(error, PeerTimeoutError) or "timed out" in str(error).lower()
     mine = _report(error, mesh, has_timed_out=has_timed_out)
     reports = _exchange(mine, mesh)

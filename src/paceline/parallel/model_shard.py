@@ -16,10 +16,11 @@ from paceline.data.batch import Batch
 from paceline.errors import PacelineError
 from paceline.parallel.context import full_sequences, split_batch
 from paceline.parallel.fully_sharded import set_gradient_sync
+from paceline.parallel.gather_watch import GatherWatch
 from paceline.parallel.gradient_use import GradientUse, UseOfStep
 from paceline.parallel.local import local
 from paceline.parallel.mesh import Mesh
-from paceline.parallel.parameter_use import ParameterUse
+from paceline.parallel.parameter_use import ParameterUse, advise_sample
 from paceline.parallel.pipeline import Pipeline
 from paceline.parallel.reduce_scatter import CodedReduceScatter
 from paceline.parallel.tensor import TensorSplit
@@ -59,6 +60,7 @@ class ModelShard:
         tensor_split: TensorSplit | None = None,
         reduce_scatter: CodedReduceScatter | None = None,
         experts: Sequence[TokenExchange] = (),
+        has_sample: bool = False,
     ) -> None:
         self.group = group
         self.mesh = mesh
@@ -92,13 +94,21 @@ class ModelShard:
         self.parameter_use: ParameterUse | None = None
         """Search of losses for parameters of which this rank has a part."""
         if self.layout.tensor > 1 or self.layout.expert > 1 or self.layout.shards_parameters:
-            self.parameter_use = ParameterUse(self.module, self.layout)
+            self.parameter_use = ParameterUse(self.module, self.layout, has_sample=has_sample)
             if pipeline is not None:
                 pipeline.parameter_use = self.parameter_use
         self._use: GradientUse | None = None
+        self._watch: GatherWatch | None = None
         if mesh is not None and self.layout.shards_parameters:
             modules = [self.module] if pipeline is None else pipeline.stages
-            self._use = GradientUse(self.module, modules, mesh.group("sharded"), reduce_scatter)
+            advice = (
+                f"{advise_sample(has_sample, 'choices are')}, let every rank call all of them (times 0 where not "
+                "chosen), or set Layout(zero_stage=1)"
+            )
+            self._use = GradientUse(self.module, modules, mesh.group("sharded"), advice, reduce_scatter)
+            if mesh.store is not None and mesh.size("sharded") > 1 and self.world.device.type == "cpu":
+                is_summed = reduce_scatter is None
+                self._watch = GatherWatch(self.module, modules, mesh, sums_gradients=is_summed, advice=advice)
 
     def stand_alone(self, alone: Group) -> None:
         """Replace the groups of a whole model's shard by that of this rank alone, which stands for all from now on."""
@@ -247,7 +257,8 @@ class ModelShard:
     def sum_over_model_parallel(self, values: Tensor, name: str) -> None:
         """Replace `values` by their sum over the ranks of this worker."""
         if self.model_parallel_group.size > 1:
-            self.model_parallel_group.all_reduce(values, name=name).wait()
+            with self._watch.explaining() if self._watch is not None else nullcontext():
+                self.model_parallel_group.all_reduce(values, name=name).wait()
 
     def gradient_norm(self, parameters: Mapping[str, nn.Parameter]) -> Tensor:
         """Return the norm of all gradients of the worker's model, 0-dim, float64."""

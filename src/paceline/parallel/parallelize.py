@@ -80,13 +80,10 @@ def parallelize(
     if layout.is_plain:
         _finish(construction, module, None, world)
         return _note(ModelShard(world, layout, module=module))
-    if world.membership.loaders:
-        raise SettingsError(
-            "a loader must be made after parallelize, which assigns samples to ranks, but one exists; make it later"
-        )
+    _check_loaders(world)
     mesh = Mesh(world, axes)
     construction, sample = _begin_alike(module, layout, settings, sample, world, construction)
-    blocks = agree_on_blocks(module, sample, mesh) if layout.shards_parameters else []
+    blocks, has_sample = agree_on_blocks(module, sample, mesh) if layout.shards_parameters else ([], False)
     plan: TensorPlan | None = None
     boundaries: dict[str, Any] = {}
     if layout.tensor > 1:
@@ -113,8 +110,16 @@ def parallelize(
         tensor_split=tensor_split,
         reduce_scatter=CodedReduceScatter(module, mesh, sharded_codec) if sharded_codec is not None else None,
         experts=split_experts(module, mesh, sample),
+        has_sample=has_sample,
     )
     return _note(shard)
+
+
+def _check_loaders(world: Group) -> None:
+    if world.membership.loaders:
+        raise SettingsError(
+            "a loader must be made after parallelize, which assigns samples to ranks, but one exists; make it later"
+        )
 
 
 def _find_peers(mesh: Mesh, layout: Layout) -> Group | None:

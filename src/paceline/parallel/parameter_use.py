@@ -37,9 +37,11 @@ class ParameterUse:
     Args:
         module: This rank's part of the model.
         layout: Layout of the model.
+        has_sample: Whether `parallelize` got a sample.
     """
 
-    def __init__(self, module: nn.Module, layout: Layout) -> None:
+    def __init__(self, module: nn.Module, layout: Layout, *, has_sample: bool = False) -> None:
+        self._has_sample = has_sample
         self._names = {id(p): name for name, p in module.named_parameters() if isinstance(p, DTensor)}
         if self._names:
             refuse_reads_of_parts()
@@ -140,7 +142,7 @@ class ParameterUse:
         """Return the refusal of a forward that uses a parameter of another module, of which it sees a part."""
         axis, size, advice = self._find_axis()
         if axis == "sharded":
-            advice = f"give parallelize a sample, on which such uses are found, or {advice}"
+            advice = f"{advise_sample(self._has_sample, 'such uses are')}, or {advice}"
         else:
             advice = f"leave the module of {used} whole in tensor_plan, or set Layout({axis}=1)"
         where = f"{reader}.forward" if reader else "the model's forward"
@@ -166,6 +168,13 @@ class ParameterUse:
             "sharded": "set Layout(zero_stage=1)",
         }
         return axis, size, advice.get(axis, f"set Layout({axis}=1)")
+
+
+def advise_sample(has_sample: bool, what: str) -> str:
+    """Return the advice to give `parallelize` a sample, or another one, on which something is found."""
+    if has_sample:
+        return f"give parallelize a sample on which {what} found, since the one that it got does not show it"
+    return f"give parallelize a sample, on which {what} found"
 
 
 def next_operation() -> int:
