@@ -1,7 +1,7 @@
 """Shapes of models that are priced in closed form: the contract and the Transformers."""
 
 from abc import abstractmethod
-from typing import Annotated, ClassVar, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -9,6 +9,8 @@ from paceline.registry import Family, register
 from paceline.simulator.training.operators import Kind, Operators, Workload, WorkSlice
 
 Count = Annotated[int, Field(ge=1)]
+OWN_STACK = "paceline"
+"""Software of steps of our own."""
 
 
 class ModelShape(Family):
@@ -16,8 +18,25 @@ class ModelShape(Family):
 
     family = "model"
 
-    reads_tokens: ClassVar[bool] = True
-    """Whether a sample is a sequence of tokens; else it is an image."""
+    @property
+    def reads_tokens(self) -> bool:
+        """Whether a sample is a sequence of tokens; else it is an image."""
+        return True
+
+    @property
+    def fixed(self) -> dict[str, Any]:
+        """Fields of a row that the shape has settled, by name: no row may say otherwise."""
+        return {}
+
+    @property
+    def uncertain(self) -> tuple[str, ...]:
+        """What of it could not be counted, for the list of what was assumed."""
+        return ()
+
+    @property
+    def likeness(self) -> str:
+        """Name of the kind of model whose steps are like its own."""
+        return self.name
 
     @property
     @abstractmethod
