@@ -75,7 +75,7 @@ class Problem:
     def sizes(self) -> ModelSizes:
         """Sizes of the model that axes must divide."""
         case = self.base(0, 1, self.precisions[0])
-        return ModelSizes(case.model.num_blocks, case.model.divided, case.tokens)
+        return ModelSizes(case.model.num_blocks, case.model.divided, case.tokens if case.model.attends else 0)
 
     def base(self, machines: int, num_ranks: int, precision: str) -> StepCase:
         """Return the case of that many ranks of a plain layout, of which those of candidates are made."""
@@ -106,21 +106,28 @@ class Problem:
     def case(self, candidate: Candidate) -> StepCase:
         """Return the step of a candidate."""
         division = candidate.division
+        base = self.base(candidate.machines, division.num_ranks, candidate.precision)
         return replace(
-            self.base(candidate.machines, division.num_ranks, candidate.precision),
+            base,
             data=division.data,
             sharded=division.sharded,
             zero_stage=division.zero_stage,
             context=division.context,
             tensor=division.tensor,
             pipeline=division.pipeline,
-            sequence_parallel=bool(self.row.sequence_parallel) and division.tensor > 1,
+            sequence_parallel=division.tensor > 1 and self._cuts_tokens,
             order=_row_order(candidate),
             stages_per_rank=division.stages_per_rank,
             micro_batch=self.samples_of(candidate) / candidate.num_micro_batches,
             global_batch=float(self.samples_of(candidate) * division.num_workers),
             recompute=candidate.recompute,
         )
+
+    @cached_property
+    def _cuts_tokens(self) -> bool:
+        """Whether tensor ranks share tokens between matrices: as the model was traced, or as the row says."""
+        settled = self.base(0, 1, self.precisions[0]).model.fixed.get("sequence_parallel")
+        return bool(self.row.sequence_parallel) if settled is None else bool(settled)
 
     def samples_of(self, candidate: Candidate) -> int:
         """Return the samples of the worker with most of a step: the others wait for it."""

@@ -7,7 +7,7 @@ from math import ceil
 from paceline.simulator.training.case import StepCase
 from paceline.simulator.training.exchanges import Axis, AxisGroup, Exchange
 from paceline.simulator.training.operators import Workload, WorkSlice
-from paceline.simulator.training.shapes import ModelShape
+from paceline.simulator.training.shapes import OWN_STACK, ModelShape
 
 OPTIMIZER_BYTES = {"adamw": 30.0, "adam": 30.0, "lamb": 54.0, "lars": 34.0, "sgd": 22.0, "momentum": 22.0}
 """Bytes that an update reads and writes for each parameter of a rank, in mixed precision."""
@@ -79,7 +79,8 @@ def _slice(case: StepCase) -> WorkSlice:
     element = 4.0 if case.precision in ("fp32", "tf32") else 2.0
     weight = 1.0 if case.precision == "fp8" and case.device.find_precision("fp8") == "fp8" else element
     full, selective = case.recompute == "full", case.recompute == "selective"
-    by_operator = selective and case.attention == "fused"
+    own = selective and case.stack == OWN_STACK  # it keeps the results of all products
+    by_operator = selective and case.attention == "fused" and not own
     return WorkSlice(
         samples=case.samples,
         tokens=case.tokens / case.context,
@@ -91,8 +92,9 @@ def _slice(case: StepCase) -> WorkSlice:
         is_fused=case.attention == "fused",
         # Fused attention keeps no scores: what is recomputed selectively there is every other product.
         recomputed=1.0 if full else 0.5 if by_operator else 0.0,
-        recomputes_attention=full or (selective and not by_operator),
-        recomputed_bytes=1.0 if full or by_operator else 0.0,
+        recomputes_attention=full or (selective and not by_operator and not own),
+        recomputed_bytes=1.0 if full or by_operator or own else 0.0,
+        is_compiled=case.is_compiled,
     )
 
 
@@ -132,7 +134,7 @@ def _list_exchanges(case: StepCase, workload: Workload, blocks: float, parameter
         group = AxisGroup.of_axis(case.tensor, 1, case.paths)
         again = (
             1.5
-            if case.recompute == "full"
+            if case.recompute == "full" or (case.recompute == "selective" and case.stack == OWN_STACK)
             else 1.25
             if case.recompute == "selective" and case.attention == "fused"
             else 1.0
