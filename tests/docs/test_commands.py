@@ -31,6 +31,22 @@ NOT_RUN = {
     "paceline clusters dgx_h100 > mine.json": "the same",
     "paceline simulate training --spec in.json --json out.json": "rows of the reader's: tests/simulator/training",
     "paceline simulate training --spec in.json --calibrate measured.json --json out.json": "the same",
+    "paceline plan mine.py:run": "tests/cli/test_plan_command.py, as all commands that plan",
+    **dict.fromkeys(
+        (
+            "paceline plan mine.py:run --cluster dgx_h100 --num_ranks 64",
+            "paceline plan mine.py:run --cluster mine.json",
+            "paceline plan mine.py:run --cluster dgx_h100 --cluster dgx_a100 --num_ranks 16 --price dgx_h100=98.3 "
+            "--price dgx_a100=40.9",
+            'paceline plan --model {"name": "decoder", "num_layers": 40, "width": 6144, "num_heads": 48} '
+            "--cluster dgx_h100 --num_ranks 64 --global_batch 1024",
+            "paceline plan mine.py:run --cluster dgx_a100 --num_ranks 16 --memory 24GB",
+            "paceline plan mine.py:run --cluster dgx_a100 --num_ranks 16 --within 8h",
+            "paceline plan mine.py:run --cluster dgx_a100 --num_ranks 16 --price 40.9 --budget 50usd",
+            "paceline plan mine.py:run --cluster dgx_a100 --num_ranks 16 --energy 20kwh",
+        ),
+        "the same",
+    ),
     "paceline data index photos": "photos of the reader's: tests/cli/test_data_command.py",
     "paceline data check photos": "the same",
     "paceline data prepare photos shards --format tar --shard_bytes 64MB": "the same",

@@ -9,7 +9,7 @@ from paceline.cli.overrides import apply_overrides
 from paceline.cli.prepare import absolute_recipe, make_run
 from paceline.compression import NoCodec
 from paceline.errors import PacelineError, SettingsError
-from paceline.planner.candidate import Candidate, Machines
+from paceline.planner.candidate import Candidate, Division, Machines
 from paceline.planner.plan_file import fingerprint, to_text
 from paceline.planner.planning import Planned, Trial, make_plan
 from paceline.planner.problem import Limits, Problem
@@ -94,18 +94,30 @@ def _check_rule(run: "Run") -> None:
 
 def _make_trial(run: "Run", splits: "Splits") -> Trial:
     """Return what training says of a candidate: its checks of settings and model, and a rehearsal of few ranks."""
+    rehearsed: dict[Division, str] = {}
 
     def find_refusal(candidate: Candidate) -> str:
         division = candidate.division
         try:
             planned = apply_candidate(run, candidate)
             check_workers(planned, division.num_workers, splits)
-            if division.num_ranks <= _MOST_REHEARSED and len(division.axes) > ("data" in division.axes):
-                estimate(planned, splits, division.num_ranks, torch.device("cpu"))
-        except RehearsalError:  # it cannot be told before ranks start
-            return ""
         except PacelineError as error:
             return " ".join(str(error).split())
-        return ""
+        if division not in rehearsed:
+            rehearsed[division] = _rehearse(planned, division, splits)
+        return rehearsed[division]
 
     return find_refusal
+
+
+def _rehearse(run: "Run", division: Division, splits: "Splits") -> str:
+    """Return why ranks that share a model would refuse their parts of it; empty if they would not, or cannot tell."""
+    if division.num_ranks > _MOST_REHEARSED or set(division.axes) <= {"data"}:
+        return ""
+    try:
+        estimate(run, splits, division.num_ranks, torch.device("cpu"))
+    except RehearsalError:  # it cannot be told before ranks start
+        return ""
+    except PacelineError as error:
+        return " ".join(str(error).split())
+    return ""
