@@ -29,6 +29,8 @@ NOT_RUN = {
     "paceline checkpoint diff runs/first --which 300 runs/first --other 400": "two that differ: tests/cli",
     "paceline clusters": "tests/cli/test_clusters_command.py",
     "paceline clusters dgx_h100 > mine.json": "the same",
+    "paceline prices": "tests/cli/test_prices_command.py",
+    "paceline prices --csv grid > mine.csv": "the same",
     "paceline simulate training --spec in.json --json out.json": "rows of the reader's: tests/simulator/training",
     "paceline simulate training --spec in.json --calibrate measured.json --json out.json": "the same",
     "paceline data index photos": "photos of the reader's: tests/cli/test_data_command.py",

@@ -21,10 +21,11 @@ from paceline.memory import available_bytes, guess_device
 from paceline.memory.absent_group import AbsentGroup
 from paceline.monitor.events import MemoryEstimated, RunFinished, RunStarted
 from paceline.monitor.log import EventLog
-from paceline.monitor.reader import read_log, select
+from paceline.monitor.reader import read_log, select, summarise
 from paceline.recipes import RECIPES, find_recipe
 from paceline.registry import explain
 from paceline.training.best import BestSoFar
+from paceline.training.budget import check_resumed
 from paceline.training.compiling import check_compiler
 from paceline.training.loading import make_loader
 from paceline.training.memory_fit import check_fit
@@ -147,6 +148,7 @@ def prepare_resumed(directory: Path, num_workers: int | None, overrides: list[tu
 
     Raises:
         SettingsError: `directory` holds no run, the run is finished, or settings are invalid.
+        BudgetError: The budget of the run is spent.
     """
     directory = directory.absolute()
     file = RunFile.load(directory)
@@ -159,6 +161,7 @@ def prepare_resumed(directory: Path, num_workers: int | None, overrides: list[tu
             f"a resumed run must go on with its own weights, but got --initial {run.initial.path} for {directory}, "
             "which has a checkpoint; leave it out, or begin a new run in another --out"
         )
+    check_resumed(run.budget, run.site, directory / "events.jsonl")
     fitted = run.fit_workers(workers)
     splits = check_workers(fitted, workers)
     needed = _check_memory(fitted, splits, workers)
@@ -253,9 +256,12 @@ def _count_starts(directory: Path) -> int:
 
 
 def write_report(directory: Path) -> None:
-    """Write the report of a run and print its path."""
+    """Print what a run has used, write its report and print its path."""
     from paceline.monitor.report import write_report
+    from paceline.monitor.usage import describe_usage
 
+    for sentence in describe_usage(summarise(read_log(directory / "events.jsonl"))):
+        typer.echo(sentence)
     try:
         picture, page = write_report(directory)
     except (MissingExtraError, StorageError) as error:  # the run is finished nevertheless

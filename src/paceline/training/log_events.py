@@ -83,6 +83,7 @@ def log_step(session: Session, result: StepResult, num_samples: int) -> None:
     """Log the result of a step of `num_samples`."""
     session.log_event(note_step(session, result, num_samples))
     log_reading(session)
+    session.usage.write_if_due()
     if session.resources is not None:
         for low in session.resources.look(session.checkpoint_bytes):
             session.training.log.write(low, step=session.training.step)
