@@ -1,4 +1,4 @@
-"""Meters of a worker's energy: counters of processors and GPUs, or declared power where none can be read."""
+"""Layer 2: meters of a worker's energy: counters of processors and GPUs, or declared power where none can be read."""
 
 from paceline.monitor.energy.declared import DeclaredPower, DeclaredProcessor
 from paceline.monitor.energy.meter import Meter, MeterThread
