@@ -51,6 +51,20 @@ def test_a_model_that_nobody_has_built_is_planned_with_reasons(call):
     assert plan.overrides == document["choice"]["overrides"]
 
 
+def test_instance_types_have_the_price_of_the_table_and_carbon_is_a_limit_of_energy(call):
+    arguments = [*SHAPE[:4], "aws_p4d_24xlarge", *SHAPE[5:], "--num_steps", 1000, "--json", "all.json"]
+    code, said = call(*arguments, "--zone", "fra")
+    assert code == 0
+    document = json.loads(Path("all.json").read_text())["choice"]
+    assert document["money"] == pytest.approx(32.77 * document["step_s"] / 3600)
+    assert "price: 32.77 usd an hour a host (aws_p4d_24xlarge in us-east-1" in said.out
+    assert "is an example" in said.out or "shipped ones are examples" in said.out
+    assert document["carbon_kg"] == pytest.approx(0.056 * document["energy_j"] / 3.6e6)
+    limit = 900 * document["carbon_kg"]  # of 1,000 steps
+    code, said = call(*arguments, "--zone", "fra", "--carbon", f"{limit:.6f}kg")
+    assert code == 2 or json.loads(Path("all.json").read_text())["choice"]["carbon_kg"] * 1000 <= limit * 1.001
+
+
 def test_limits_change_the_choice(call):
     cheap = [*SHAPE, "--cluster", "dgx1", "--row", '{"precision": "fp16"}', "--num_steps", 10_000]
     prices = ["--price", "dgx_a100=40", "--price", "dgx1=2"]
@@ -71,6 +85,9 @@ def test_limits_change_the_choice(call):
         ([*SHAPE, "--budget", "5", "--num_steps", "9"], "--budget must go with a price of each cluster, but dgx_a100"),
         ([*SHAPE, "--price", "dgx1=4"], "--price must be of a cluster on offer, but got dgx1; they are: dgx_a100"),
         ([*SHAPE, "--price", "-4"], "--price must be a number of at least 0, but got '-4'"),
+        ([*SHAPE, "--carbon", "2"], "--carbon must be a positive amount such as 2kg"),
+        ([*SHAPE, "--zone", "xx"], "zone must be a known name, but got 'xx'"),
+        ([*SHAPE, "--prices", "none.csv"], "none.csv"),
         ([*SHAPE, "--memory", "1GB"], "nothing fits: the nearest needs"),
         (
             [*SHAPE, "--row", '{"micro_batch": 2}'],

@@ -29,6 +29,8 @@ NOT_RUN = {
     "paceline checkpoint diff runs/first --which 300 runs/first --other 400": "two that differ: tests/cli",
     "paceline clusters": "tests/cli/test_clusters_command.py",
     "paceline clusters dgx_h100 > mine.json": "the same",
+    "paceline prices": "tests/cli/test_prices_command.py",
+    "paceline prices --csv grid > mine.csv": "the same",
     "paceline simulate training --spec in.json --json out.json": "rows of the reader's: tests/simulator/training",
     "paceline simulate training --spec in.json --calibrate measured.json --json out.json": "the same",
     "paceline plan mine.py:run": "tests/cli/test_plan_command.py, as all commands that plan",
@@ -43,7 +45,7 @@ NOT_RUN = {
             "paceline plan mine.py:run --cluster dgx_a100 --num_ranks 16 --memory 24GB",
             "paceline plan mine.py:run --cluster dgx_a100 --num_ranks 16 --within 8h",
             "paceline plan mine.py:run --cluster dgx_a100 --num_ranks 16 --price 40.9 --budget 50usd",
-            "paceline plan mine.py:run --cluster dgx_a100 --num_ranks 16 --energy 20kwh",
+            "paceline plan mine.py:run --cluster dgx_a100 --num_ranks 16 --energy 20kWh",
         ),
         "the same",
     ),
@@ -55,7 +57,7 @@ NOT_RUN = {
         "own_loop.py is run without"
     ),
 }
-OPTIONS = ("--workers", "--out", "--max-restarts", "--resume")
+OPTIONS = ("--workers", "--out", "--max-restarts", "--resume", "--plan")
 """Options of `paceline train` and `paceline memory` that are no settings of a run, and have a value."""
 FLAGS = ("--go_on",)
 SAME = {"train mine.py:run --out /shared/runs/first --go_on": "train mine.py:run --out runs/first --go_on"}
@@ -159,6 +161,8 @@ def test_a_run_trains(words, after_a_run, run_here):
     if ELSEWHERE.intersection(words):
         pytest.skip("it needs data of the reader's: tests/cli/test_data_command.py, tests/data/test_packing.py")
     recipe, options, overrides = part_options(words)
+    if "--plan" in options:
+        pytest.skip("it needs a plan: tests/cli/test_plan_command.py")
     if "model.safetensors" in words:
         assert run_here("export", "runs/first", "--to", "model.safetensors").returncode == 0
     run = make_run(recipe, parse_pairs(overrides))

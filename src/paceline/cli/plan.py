@@ -36,10 +36,15 @@ def plan(
     ] = None,
     within: Annotated[str | None, typer.Option(help="Longest time of the run: 8h, 30min, 2d.")] = None,
     budget: Annotated[str | None, typer.Option(help="Most money for the run, in the price's currency: 50usd.")] = None,
-    energy: Annotated[str | None, typer.Option(help="Most energy of the run: 20kwh.")] = None,
+    energy: Annotated[str | None, typer.Option(help="Most energy of the run: 20kWh.")] = None,
+    carbon: Annotated[str | None, typer.Option(help="Most carbon of the run, in CO2e: 2kg.")] = None,
+    zone: Annotated[str, typer.Option(help="Zone of the grid, for carbon: see `paceline prices`.")] = "world",
     memory: Annotated[str | None, typer.Option(help="Memory of a rank: 16GB. [default: the device's]")] = None,
     price: Annotated[
         list[str] | None, typer.Option(help="Price of a host and hour: 98.32, or CLUSTER=98.32 for each.")
+    ] = None,
+    prices: Annotated[
+        str | None, typer.Option(help="CSV file of prices of instance types. [default: shipped examples]")
     ] = None,
     calibrate: Annotated[Path | None, typer.Option(help="Measured rows that correct the prices, as JSON.")] = None,
     out: Annotated[Path, typer.Option(help="New file for the plan, for `paceline train --plan`.")] = Path("plan.json"),
@@ -57,14 +62,17 @@ def plan(
     from paceline.cli.overrides import parse_pairs
     from paceline.planner.limits import list_machines, parse_budget, parse_energy, parse_time
     from paceline.planner.problem import Limits
+    from paceline.registry import validate
+    from paceline.topology import Site
 
     overrides = parse_pairs(context.args)
+    site = validate(Site.model_validate, {"zone": zone}, "--zone")
     limits = Limits(
         None if within is None else parse_time(within),
         None if budget is None else parse_budget(budget),
-        None if energy is None else parse_energy(energy),
+        parse_energy(energy, carbon, site),
     )
-    machines = list_machines(_read_clusters(cluster), num_ranks, memory, price or [])
+    machines = list_machines(_read_clusters(cluster), num_ranks, memory, price or [], prices)
     if (recipe is None) == (model is None):
         found = "neither" if recipe is None else "both"
         raise SettingsError(f"either a recipe or --model must be given, but got {found}; give one")
@@ -76,7 +84,7 @@ def plan(
             )
         assert model is not None
         planned = _plan_shape(
-            _read_json(model, "--model"), fields, machines, global_batch, num_steps, limits, calibrate
+            _read_json(model, "--model"), fields, machines, global_batch, num_steps, limits, site, calibrate
         )
         digest = ""
     else:
@@ -84,7 +92,9 @@ def plan(
 
         given = {"global_batch": global_batch, "num_steps": num_steps}
         overrides += [(name, str(value)) for name, value in given.items() if value is not None]
-        recipe, planned, digest = plan_recipe(recipe, overrides, fields, machines, limits, _read_posterior(calibrate))
+        recipe, planned, digest = plan_recipe(
+            recipe, overrides, fields, machines, limits, site, _read_posterior(calibrate)
+        )
     _print(planned)
     _write(planned, recipe, digest, out, json_file)
 
@@ -96,6 +106,7 @@ def _plan_shape(
     global_batch: int | None,
     num_steps: int | None,
     limits: Any,
+    site: Any,
     calibrate: Path | None,
 ) -> "Planned":
     from paceline.planner.planning import make_plan
@@ -106,7 +117,7 @@ def _plan_shape(
         raise SettingsError("--global_batch must be given with --model, but is not; give the samples of a step")
     row = read_row({"id": "plan", "num_ranks": 1, **fields, "model": model}, "--row")
     precision = row.precision or choose_precision(machines)
-    problem = Problem(row, global_batch, machines, (precision,), num_steps, limits)
+    problem = Problem(row, global_batch, machines, (precision,), num_steps, limits, site)
     return make_plan(problem, _read_posterior(calibrate))
 
 

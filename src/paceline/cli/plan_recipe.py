@@ -17,6 +17,7 @@ from paceline.planner.workload import trace_workload
 from paceline.simulator.training.contract import read_row
 from paceline.simulator.training.fit import Posterior
 from paceline.sync import EveryStep
+from paceline.topology import Site
 from paceline.training.compiling import NO_COMPILER
 from paceline.training.memory_fit import estimate
 from paceline.training.rehearsal import RehearsalError, check_workers
@@ -35,6 +36,7 @@ def plan_recipe(
     fields: Mapping[str, Any],
     machines: tuple[Machines, ...],
     limits: Limits,
+    site: Site,
     posterior: Posterior,
 ) -> tuple[str, Planned, str]:
     """Plan a recipe.
@@ -45,6 +47,7 @@ def plan_recipe(
         fields: Fields of a row of the contract that are given beside the model.
         machines: Machines on offer.
         limits: Limits of the run.
+        site: Place of the machines.
         posterior: What is believed of the parameters of steps.
 
     Returns:
@@ -69,7 +72,7 @@ def plan_recipe(
         },
         "--row",
     )
-    problem = Problem(row, run.global_batch, machines, (run.precision,), run.count_steps(splits), limits)
+    problem = Problem(row, run.global_batch, machines, (run.precision,), run.count_steps(splits), limits, site)
     planned = make_plan(problem, posterior, _make_trial(run, splits))
     chosen = apply_candidate(run, planned.candidate)
     return absolute_recipe(recipe), planned, fingerprint(chosen)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from paceline.cli.simulate_studies import STUDIES, find_study, simulate_study
 from paceline.cli.simulate_training import simulate_training
 from paceline.errors import SettingsError, storing
 
@@ -21,7 +22,10 @@ if TYPE_CHECKING:
 def simulate(
     context: typer.Context,
     collective: Annotated[
-        str, typer.Argument(help="all-reduce, reduce-scatter, all-gather, broadcast, all-to-all, or training.")
+        str,
+        typer.Argument(
+            help="all-reduce, reduce-scatter, all-gather, broadcast, all-to-all; or training, failures, ownership."
+        ),
     ],
     ranks: Annotated[str, typer.Option(help="Ranks: 2:1024 doubles from 2 to 1024; 3,6,12 is a list.")] = "2:64",
     algorithms: Annotated[str | None, typer.Option(help="Algorithms, with commas; by default all that fit.")] = None,
@@ -40,6 +44,8 @@ def simulate(
     """Predict times of a collective by algorithm and ranks, and the scaling of training that waits for it.
 
     `simulate training --spec IN.json --json OUT.json` prices whole training steps: time, memory and energy.
+    `simulate failures` says what failures and preemptions do to a long run, and how often to save; `simulate ownership`
+    compares hosts that are bought with rented ones. `simulate failures --help` lists their settings.
 
     The cluster is chosen by name, `--cluster fat_tree`, and each setting of it can be overridden:
     `--cluster.bandwidth 25gbit --cluster.oversubscription 2`.
@@ -47,6 +53,9 @@ def simulate(
     from paceline.cli.overrides import parse_pairs
     from paceline.simulator.picture import draw_scaling
 
+    if collective in STUDIES:
+        simulate_study(collective, context.args, json_file)
+        return
     if collective == "training":
         simulate_training(spec, calibrate, json_file)
         return
@@ -101,7 +110,9 @@ def parse_bandwidths(text: str) -> list[float]:
 
 
 def find_settings(arguments: Sequence[str] = ()) -> "Settings":
-    """Return the settings to override: those of the cluster."""
+    """Return the settings to override: those of a study, or of the cluster."""
+    if arguments and arguments[0] in STUDIES:
+        return find_study(arguments[0])
     from paceline.registry import Settings
     from paceline.topology import Cluster, Switch
 

@@ -187,6 +187,7 @@ def _describe(planned: Planned, index: int) -> dict[str, Any]:
         "step_s": step_s,
         "money": money if planned.problem.has_prices else None,
         "energy_j": energy_j,
+        "carbon_kg": planned.problem.site.carbon_kg(energy_j),
         "memory_bytes": memory,
     }
 
@@ -215,11 +216,11 @@ def describe_choice(planned: Planned) -> list[str]:
     """Return the choice in words, one line each."""
     answer, terms = planned.answer, planned.answer["terms"]
     step_s, available = answer["step_s"], planned.choice.needs.available_bytes
-    memory_bytes = answer["memory_bytes"]
+    memory_bytes, machines = answer["memory_bytes"], planned.problem.machines[planned.candidate.machines]
     bound = answer["bound"]
     ordered = sorted(terms.items(), key=lambda pair: -pair[1])
     lines = [
-        f"plan: {planned.candidate.describe()} on {planned.problem.machines[planned.candidate.machines].name}",
+        f"plan: {planned.candidate.describe()} on {machines.name}",
         f"step: {step_s:.4g} s ({answer['step_s_low']:.4g} to {answer['step_s_high']:.4g}), "
         f"{planned.problem.global_batch / step_s:.4g} samples/s; {answer['energy_j'] / 1e3:.4g} kJ of all hosts",
         f"memory of a rank: {memory_bytes / 1e9:.3g} GB (up to {memory_bytes * MEMORY_HIGH / 1e9:.3g}) of "
@@ -229,6 +230,9 @@ def describe_choice(planned: Planned) -> list[str]:
     ]
     if planned.problem.num_steps is not None:
         lines.append(_describe_run(planned, planned.problem.num_steps))
+        lines.append(f"carbon: {planned.problem.site.describe_carbon()}")
+    if machines.price_words:
+        lines.append(f"price: {machines.price_words}")
     if planned.choice.ties:
         lines.append(
             f"ties with {len(planned.choice.ties)} of the nearest candidates: the difference is less than is known"
@@ -240,6 +244,7 @@ def _describe_run(planned: Planned, num_steps: int) -> str:
     step_s, money, energy_j, _ = (planned.choice.objectives[planned.choice.index] * num_steps).tolist()
     high = planned.answer["step_s_high"] * num_steps
     words = f"run of {num_steps:,} steps: {_hours(step_s)} (up to {_hours(high)}), {energy_j / 3.6e6:.4g} kWh"
+    words += f", {planned.problem.site.carbon_kg(energy_j):.3g} kgCO2e"
     words += f", {money:,.4g} in the price's currency" if planned.problem.has_prices else ""
     within_s = planned.problem.limits.within_s
     if within_s is not None and high > within_s:
