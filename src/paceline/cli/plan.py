@@ -62,11 +62,10 @@ def plan(
     from paceline.cli.overrides import parse_pairs
     from paceline.planner.limits import list_machines, parse_budget, parse_energy, parse_time
     from paceline.planner.problem import Limits
-    from paceline.registry import validate
     from paceline.topology import Site
 
     overrides = parse_pairs(context.args)
-    site = validate(Site.model_validate, {"zone": zone}, "--zone")
+    site = Site(zone=zone)
     limits = Limits(
         None if within is None else parse_time(within),
         None if budget is None else parse_budget(budget),
