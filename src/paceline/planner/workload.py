@@ -122,12 +122,12 @@ class _Tracer:
             world: Group = AbsentGroup(0, 1, _CPU)
             if tensor > 1:
                 world = stack.enter_context(absent_world(0, tensor))
-            stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))  # type: ignore[no-untyped-call]
-            stack.enter_context(UnknownValues())
+            stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+            stack.enter_context(UnknownValues())  # type: ignore[no-untyped-call]
             stack.enter_context(warnings.catch_warnings())
             warnings.simplefilter("ignore")  # training will warn
             if not self._on_cpu:
-                stack.enter_context(WithoutAttentionDropout())  # type: ignore[no-untyped-call]
+                stack.enter_context(WithoutAttentionDropout())
             return self._run(samples, tensor, plan, world)
 
     def _run(self, samples: int, tensor: int, plan: TensorPlan | Mapping[str, str] | None, world: Group) -> Trace:
@@ -152,7 +152,7 @@ class _Tracer:
             forward = Forward(module, "fp32", "cpu", shard.forward_pass)
             loss = self.run.loss.loss(forward, batch).mean
             shard.begin_backward(last=True)
-            full_tensor(loss).backward()  # type: ignore[no-untyped-call]
+            full_tensor(loss).backward()
         shard.close()
         return Trace(
             samples, tensor, recorder.places, _count_parameters(module, blocks, recorder), recorder.working_bytes,
