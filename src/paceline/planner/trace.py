@@ -11,7 +11,7 @@ LAST = "<last>"
 
 
 @dataclass(frozen=True)
-class Trace:
+class WorkloadTrace:
     """One micro-batch of one rank.
 
     Args:

@@ -25,7 +25,7 @@ from paceline.parallel.tensor_plan import TensorPlan
 from paceline.planner.digest import digest_workload, load_trace, save_trace
 from paceline.planner.fitting import fit_places
 from paceline.planner.recorder import Recorder, WithoutAttentionDropout
-from paceline.planner.trace import FIRST, LAST, Trace
+from paceline.planner.trace import FIRST, LAST, WorkloadTrace
 from paceline.simulator.training import TracedShape
 from paceline.topology.layout import Layout
 from paceline.training.layout_rehearsal import find_rehearsed_plan
@@ -91,7 +91,7 @@ def _trace(run: Run, splits: Splits, original: nn.Module, digest: str, on_cpu: b
     )
 
 
-def _trace_shared(tracer: "_Tracer") -> tuple[Trace | None, str]:
+def _trace_shared(tracer: "_Tracer") -> tuple[WorkloadTrace | None, str]:
     """Return the trace of the first of a few tensor ranks, or why there is none."""
     refusal = ""
     for size in _TENSOR_SIZES:
@@ -112,7 +112,7 @@ class _Tracer:
         self.run, self.splits = run, splits
         self._original, self._blocks, self._on_cpu = original, blocks, on_cpu
 
-    def trace(self, samples: int, tensor: int = 1, plan: TensorPlan | Mapping[str, str] | None = None) -> Trace:
+    def trace(self, samples: int, tensor: int = 1, plan: TensorPlan | Mapping[str, str] | None = None) -> WorkloadTrace:
         """Return what a micro-batch does on the first of some tensor ranks.
 
         Raises:
@@ -130,7 +130,9 @@ class _Tracer:
                 stack.enter_context(WithoutAttentionDropout())
             return self._run(samples, tensor, plan, world)
 
-    def _run(self, samples: int, tensor: int, plan: TensorPlan | Mapping[str, str] | None, world: Group) -> Trace:
+    def _run(
+        self, samples: int, tensor: int, plan: TensorPlan | Mapping[str, str] | None, world: Group
+    ) -> WorkloadTrace:
         sample = map_tensors(torch.empty_like, self.splits.train.read_first())
         with _CPU:
             module = copy_without_contents(self._original)
@@ -154,7 +156,7 @@ class _Tracer:
             shard.begin_backward(last=True)
             full_tensor(loss).backward()
         shard.close()
-        return Trace(
+        return WorkloadTrace(
             samples, tensor, recorder.places, _count_parameters(module, blocks, recorder), recorder.working_bytes,
             shard.cuts_tokens, tuple(recorder.uncounted),
         )  # fmt: skip
