@@ -78,7 +78,7 @@ class PlaceRecord:
     """Whether attention of one kernel is in it."""
 
 
-class Recorder(TorchDispatchMode):
+class WorkloadRecorder(TorchDispatchMode):
     """Mode that lists operators by block.
 
     Backward is told apart by the operation that autograd is at, and its block by that operation's number in forward.

@@ -24,7 +24,7 @@ from paceline.parallel.tensor import full_tensor
 from paceline.parallel.tensor_plan import TensorPlan
 from paceline.planner.digest import digest_workload, load_trace, save_trace
 from paceline.planner.fitting import fit_places
-from paceline.planner.recorder import Recorder, WithoutAttentionDropout
+from paceline.planner.recorder import WorkloadRecorder, WithoutAttentionDropout
 from paceline.planner.trace import FIRST, LAST, WorkloadTrace
 from paceline.simulator.training import TracedShape
 from paceline.topology.layout import Layout
@@ -146,7 +146,7 @@ class _Tracer:
         )
         shard = find_shard(module, world)
         blocks = {name: module.get_submodule(name) for name in self._blocks} or {"": module}
-        recorder = Recorder(module, blocks)
+        recorder = WorkloadRecorder(module, blocks)
         data = map_tensors(lambda leaf: leaf.new_empty(samples, *leaf.shape[1:]), sample)
         batch = Batch(data, samples, Interval(0, self.run.global_batch))
         optimizer = self.run.optimizer.build(module)
@@ -162,7 +162,7 @@ class _Tracer:
         )  # fmt: skip
 
 
-def _count_parameters(module: nn.Module, blocks: Mapping[str, nn.Module], recorder: Recorder) -> dict[str, int]:
+def _count_parameters(module: nn.Module, blocks: Mapping[str, nn.Module], recorder: WorkloadRecorder) -> dict[str, int]:
     """Return the parameters of each block, and of what is before the first and after the last; tied ones count once."""
     owners = {id(p): name for name in recorder.places if name in blocks for p in blocks[name].parameters()}
     found: dict[str, int] = {}
