@@ -18,6 +18,7 @@ from paceline.monitor.report_sections import (
     render_data,
     render_experts,
     render_memory,
+    render_plan,
     render_stragglers,
 )
 
@@ -60,6 +61,7 @@ def render_page(
         _curves(curves),
         render_communication(summary.typical_steps, gantt) if gantt else "",
         render_pipeline(summary.pipeline_steps, pipeline),
+        render_plan(summary),
         render_memory(summary),
         render_stragglers(summary),
         render_data(summary),

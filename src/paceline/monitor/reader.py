@@ -27,6 +27,7 @@ from paceline.monitor.events import (
     MemoryEstimated,
     MemoryMeasured,
     ModelGrown,
+    PlanCompared,
     Preempted,
     Record,
     Restarted,
@@ -166,6 +167,7 @@ class RunSummary:
     preemptions: list[Record[Preempted]]
     warnings: list[Record[Warned]]
     memory_estimates: list[Record[MemoryEstimated]]
+    plan_comparisons: list[Record[PlanCompared]]
     memory_measured: list[Record[MemoryMeasured]]
     slow_workers: list[Record[SlowWorker]]
     share_changes: list[Record[SharesChanged]]
@@ -263,6 +265,7 @@ def summarise(records: Iterable[Record]) -> RunSummary:
         preemptions=select(records, Preempted),
         warnings=select(records, Warned),
         memory_estimates=select(records, MemoryEstimated),
+        plan_comparisons=select(records, PlanCompared),
         memory_measured=select(records, MemoryMeasured),
         slow_workers=select(records, SlowWorker),
         share_changes=select(counting, SharesChanged),

@@ -20,10 +20,9 @@ from paceline.functions import Function
 from paceline.memory import Memory
 from paceline.optim import AdamW, FunctionOptimizer, Optimizer
 from paceline.parallel.batch_norm import BatchNormScope, check_batch_norm
-from paceline.parallel.parallelize import check_sharding
 from paceline.parallel.pipeline.settings import PipelineSettings
 from paceline.registry import Settings
-from paceline.replica.checks import Precision, check_hashing, check_layout
+from paceline.replica.checks import Precision, check_hashing
 from paceline.replica.landing import Landing, check_landing
 from paceline.replica.virtual_workers import check_virtual_workers
 from paceline.schedules import BatchPolicy, BatchSchedule, Constant, ConstantBatch, Cosine, FixedBatch, LearningRate
@@ -36,6 +35,7 @@ from paceline.training.callbacks import Callback
 from paceline.training.compiling import NO_COMPILER, check_compiler_fits
 from paceline.training.growth import Growth, check_growth
 from paceline.training.initial import InitialWeights
+from paceline.training.legality import check_division
 from paceline.training.metrics import Metrics
 from paceline.training.model import Model, check_documents, check_unequal
 from paceline.training.noise_scale import check_noise
@@ -232,13 +232,12 @@ class Run(Settings):
             is_averaged=self.ema is not None,
         )
         check_compiler_fits(self.compiler, self.pipeline if self.layout.pipeline > 1 else None)
-        check_layout(self.layout, self.sync)
+        check_division(self.layout, self.sync, self.sharded_codec, self.pipeline)
         if isinstance(self.data, PackedText):
             check_documents(self.model, self.layout)
         self.anomalies.check(self.sync, self.layout, self.landing)
         check_hashing(self.gradient_hash_interval, self.sync, self.layout, self.landing)
         check_batch_norm(self.batch_norm, self.sync, self.layout, is_noise_measured=self.noise_interval > 0)
-        check_sharding(self.layout, self.sharded_codec, self.pipeline)
         for name, function in (("loss", self.loss), ("metrics", self.metrics)):
             if self.layout.pipeline > 1 and isinstance(function, OnBatch) and function.takes_model:
                 raise ValueError(

@@ -23,6 +23,7 @@ from paceline.training.best import BestSoFar
 from paceline.training.building import build_shared, check_inputs, read_sample
 from paceline.training.compiling import NO_COMPILER, compile_blocks
 from paceline.training.evaluate import Evaluation, check_samples
+from paceline.training.forecast import PlanWatch
 from paceline.training.initial import load_slices
 from paceline.training.loss_trial import check_loss
 from paceline.training.model import Model, ModelSize, resize
@@ -87,6 +88,8 @@ class Training:
     """Newest steps of this worker, by number, which it logs if a lost first worker has not."""
     saved_step: int = -1
     """Step of the latest checkpoint since this start, which may still be written."""
+    plan_watch: PlanWatch | None = None
+    """Comparison of steps with the plan of the run; None if it has none."""
 
     @property
     def keeps_saver(self) -> bool:
@@ -142,6 +145,7 @@ def start_training(
         has_experts=has_experts,
         about_building=about_building,
         about_initial=matched.about if matched is not None else "",
+        plan_watch=PlanWatch.read(directory),
     )
     return training, checkpoint
 

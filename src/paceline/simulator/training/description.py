@@ -1,12 +1,13 @@
 """A training step as numbers: operators and exchanges of the slowest rank, before any of them has a time."""
 
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from math import ceil
 
 from paceline.simulator.training.case import StepCase
 from paceline.simulator.training.exchanges import Axis, AxisGroup, Exchange
 from paceline.simulator.training.operators import Workload, WorkSlice
-from paceline.simulator.training.shapes import OWN_STACK
+from paceline.simulator.training.shapes import OWN_STACK, ModelShape
 
 OPTIMIZER_BYTES = {"adamw": 30.0, "adam": 30.0, "lamb": 54.0, "lars": 34.0, "sgd": 22.0, "momentum": 22.0}
 """Bytes that an update reads and writes for each parameter of a rank, in mixed precision."""
@@ -46,7 +47,7 @@ class Description:
 
 def describe(case: StepCase) -> Description:
     """Return the numbers of a case."""
-    workload = case.model.count(_slice(case), case.image)
+    workload = _count(case.model, _slice(case), case.image)
     blocks, heads = _find_slowest_stage(case)
     parameters = workload.block_parameters * blocks + _ends_parameters(workload, case, heads)
     owned = parameters / case.num_shards
@@ -66,6 +67,12 @@ def describe(case: StepCase) -> Description:
         optimizer_bytes=owned * per_parameter,
         accumulate_bytes=parameters * 10.0 / (case.sharded if case.zero_stage >= 2 else 1),
     )
+
+
+@lru_cache(maxsize=2048)
+def _count(model: ModelShape, part: WorkSlice, image: tuple[int, ...]) -> Workload:
+    """Return what a model does: the same for many layouts, so that it is counted once."""
+    return model.count(part, image)
 
 
 def _slice(case: StepCase) -> WorkSlice:
@@ -104,7 +111,7 @@ def _find_slowest_stage(case: StepCase) -> tuple[float, float]:
     else:
         middle, last = ceil(num_blocks / stages), num_blocks // stages
     # The stage is the same with and without recomputation, so that this cannot make a step shorter.
-    workload = case.model.count(_slice(replace(case, recompute="none")), case.image)
+    workload = _count(case.model, _slice(replace(case, recompute="none")), case.image)
     of_block = sum(f * c for f, c in zip(workload.blocks.flops, workload.blocks.counts, strict=True)) / num_blocks
     of_head = sum(f * c for f, c in zip(workload.head.flops, workload.head.counts, strict=True))
     if last * of_block + of_head > middle * of_block:

@@ -1,6 +1,7 @@
 """Shapes of models that are priced in closed form: the contract and the Transformers."""
 
 from abc import abstractmethod
+from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
@@ -42,6 +43,16 @@ class ModelShape(Family):
     @abstractmethod
     def num_blocks(self) -> int:
         """Number of blocks that a pipeline can be cut between."""
+
+    @property
+    def attends(self) -> bool:
+        """Whether it has attention, which context ranks can share."""
+        return self.reads_tokens
+
+    @property
+    def divided(self) -> Mapping[str, int] | None:
+        """Numbers of things that tensor ranks divide evenly, by what they are; None if they cannot share it."""
+        return None
 
     @abstractmethod
     def count(self, part: WorkSlice, image: tuple[int, ...]) -> Workload:
@@ -90,6 +101,14 @@ class _Transformer(ModelShape):
     def heads(self) -> int:
         """Attention heads, assumed if not known."""
         return self.num_heads or max(1, round(self.width / 128))
+
+    @property
+    def divided(self) -> dict[str, int]:
+        """Its heads, and the outputs of its matrices."""
+        kv_heads = self.num_kv_heads or self.heads
+        return {
+            "num_heads": self.heads, "num_kv_heads": kv_heads, "feedforward": self.inner, "vocabulary": self.words
+        }  # fmt: skip
 
     @property
     def kv_width(self) -> float:

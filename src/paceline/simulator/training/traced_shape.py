@@ -230,6 +230,20 @@ class TracedShape(ModelShape):
         return max(1.0, size(self.blocks[-1].output_elements, 1.0) / (self.tokens or 1))
 
     @property
+    def divided(self) -> dict[str, int] | None:
+        """Greatest number that divides all that tensor ranks share; None if they can share nothing."""
+        return None if self.tensor_refusal else {f"heads and features of {self.title}": self.tensor_divisor}
+
+    @property
+    def attends(self) -> bool:
+        """Whether any block exchanges keys and values."""
+        return any(any(block.context_elements) for block in self.blocks)
+
+    def __hash__(self) -> int:
+        """Return a hash of its digest: that of thousands of numbers would take longer than counting with them."""
+        return hash((self.digest, self.title))
+
+    @property
     def num_parameters(self) -> float:
         """Parameters of the whole model."""
         ends = amount(self.ends.first_parameters, 1, 1) + amount(self.ends.last_parameters, 1, 1)
@@ -311,7 +325,7 @@ class TracedShape(ModelShape):
                 f"the tensor axis must divide {self.tensor_divisor}, the heads and features that {self.title} shares, "
                 f"but got {part.tensor}; take one that does"
             )
-        if self.tokens and part.tokens != self.tokens and not any(any(b.context_elements) for b in self.blocks):
+        if self.tokens and part.tokens != self.tokens and not self.attends:
             raise SettingsError(
                 f"the context axis must be 1 for {self.title}, which has no attention; take another axis"
             )
