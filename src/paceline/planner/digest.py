@@ -28,7 +28,7 @@ def digest_workload(run: Run, splits: Splits, module: nn.Module, *, on_cpu: bool
         run: The run.
         splits: Training and held-out data.
         module: Model of the run.
-        on_cpu: Whether it is traced as on a processor.
+        on_cpu: Whether attention is traced as on a processor.
     """
     digest = hashlib.sha256()
     spec = splits.train.spec

@@ -5,7 +5,7 @@ from typing import Any
 
 from paceline.planner.products import Product
 from paceline.planner.recorder import ENDS, PassRecord, PlaceRecord
-from paceline.planner.trace import FIRST, LAST, Trace
+from paceline.planner.trace import FIRST, LAST, WorkloadTrace
 from paceline.simulator.training.traced_shape import (
     Amount,
     Dim,
@@ -19,7 +19,9 @@ from paceline.simulator.training.traced_shape import (
 _DIMS: tuple[Dim, ...] = ("rows", "columns", "depth", "batch")
 
 
-def fit_places(one: Trace, two: Trace, shared: Trace | None) -> tuple[dict[str, Any], list[str]]:
+def fit_places(
+    one: WorkloadTrace, two: WorkloadTrace, shared: WorkloadTrace | None
+) -> tuple[dict[str, Any], list[str]]:
     """Return the blocks and ends of a `TracedShape`, and notes on what could not be told apart.
 
     Args:
@@ -48,7 +50,7 @@ def _is_alike(one: TracedBlock, other: TracedBlock) -> bool:
 class _Fitting:
     """Traces, of which places are fitted one after another."""
 
-    def __init__(self, one: Trace, two: Trace, shared: Trace | None) -> None:
+    def __init__(self, one: WorkloadTrace, two: WorkloadTrace, shared: WorkloadTrace | None) -> None:
         self._one, self._two, self._shared = one, two, shared
         self.notes: list[str] = []
 
@@ -179,7 +181,7 @@ def _find_shared(whole: Product, part: Product, size: int) -> Dim | None:
     return None
 
 
-def _line(one: Trace, two: Trace, small: float, large: float) -> Length:
+def _line(one: WorkloadTrace, two: WorkloadTrace, small: float, large: float) -> Length:
     """Return the size that is `small` and `large` for two micro-batches."""
     each = (large - small) / (two.samples - one.samples)
     fixed = small - each * one.samples

@@ -50,7 +50,7 @@ class PassRecord:
     elements: float = 0.0
     """Floating-point elements that other operators read and write."""
     fused_elements: float = 0.0
-    """Those that are left where a compiler makes one kernel of operators that follow each other."""
+    """Floating-point elements that are left of them where a compiler makes one kernel of several operators."""
     other_bytes: float = 0.0
     """Bytes of other types that they move."""
     loss_elements: float = 0.0
@@ -75,10 +75,10 @@ class PlaceRecord:
     context: float = 0.0
     """Elements of attention's keys and values."""
     is_fused: bool = False
-    """Whether it has attention of one kernel."""
+    """Whether attention of one kernel is in it."""
 
 
-class Recorder(TorchDispatchMode):
+class WorkloadRecorder(TorchDispatchMode):
     """Mode that lists operators by block.
 
     Backward is told apart by the operation that autograd is at, and its block by that operation's number in forward.
@@ -92,7 +92,7 @@ class Recorder(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.places: dict[str, PlaceRecord] = {ENDS: PlaceRecord()}
         self.uncounted: dict[str, None] = {}
-        """What cannot be counted, in words."""
+        """Names of operators whose flops, bytes or shapes cannot be counted."""
         self.before: set[str] = set()
         """Names of the modules that were called before the first block."""
         self.working_bytes = 0.0

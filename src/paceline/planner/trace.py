@@ -7,21 +7,21 @@ from paceline.planner.recorder import PlaceRecord
 
 FIRST = "<first>"
 LAST = "<last>"
-"""Names under which parameters before the first block, and after the last one, are counted."""
+"""Names of two places that own parameters: before the first block, and after the last one."""
 
 
 @dataclass(frozen=True)
-class Trace:
+class WorkloadTrace:
     """One micro-batch of one rank.
 
     Args:
         samples: Samples of it.
         tensor: Ranks that share each matrix.
-        places: What each block, and all else, does and keeps.
+        places: Record of each block, and of all else.
         parameters: Parameters of each place; see `FIRST`.
         working_bytes: Bytes that head and loss need at once.
         cuts_tokens: Whether ranks share tokens between matrices.
-        uncounted: What could not be counted.
+        uncounted: Names of operators that could not be counted.
     """
 
     samples: int

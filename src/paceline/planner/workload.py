@@ -24,8 +24,8 @@ from paceline.parallel.tensor import full_tensor
 from paceline.parallel.tensor_plan import TensorPlan
 from paceline.planner.digest import digest_workload, load_trace, save_trace
 from paceline.planner.fitting import fit_places
-from paceline.planner.recorder import Recorder, WithoutAttentionDropout
-from paceline.planner.trace import FIRST, LAST, Trace
+from paceline.planner.recorder import WorkloadRecorder, WithoutAttentionDropout
+from paceline.planner.trace import FIRST, LAST, WorkloadTrace
 from paceline.simulator.training import TracedShape
 from paceline.topology.layout import Layout
 from paceline.training.layout_rehearsal import find_rehearsed_plan
@@ -91,7 +91,7 @@ def _trace(run: Run, splits: Splits, original: nn.Module, digest: str, on_cpu: b
     )
 
 
-def _trace_shared(tracer: "_Tracer") -> tuple[Trace | None, str]:
+def _trace_shared(tracer: "_Tracer") -> tuple[WorkloadTrace | None, str]:
     """Return the trace of the first of a few tensor ranks, or why there is none."""
     refusal = ""
     for size in _TENSOR_SIZES:
@@ -112,7 +112,7 @@ class _Tracer:
         self.run, self.splits = run, splits
         self._original, self._blocks, self._on_cpu = original, blocks, on_cpu
 
-    def trace(self, samples: int, tensor: int = 1, plan: TensorPlan | Mapping[str, str] | None = None) -> Trace:
+    def trace(self, samples: int, tensor: int = 1, plan: TensorPlan | Mapping[str, str] | None = None) -> WorkloadTrace:
         """Return what a micro-batch does on the first of some tensor ranks.
 
         Raises:
@@ -122,15 +122,17 @@ class _Tracer:
             world: Group = AbsentGroup(0, 1, _CPU)
             if tensor > 1:
                 world = stack.enter_context(absent_world(0, tensor))
-            stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))  # type: ignore[no-untyped-call]
-            stack.enter_context(UnknownValues())
+            stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+            stack.enter_context(UnknownValues())  # type: ignore[no-untyped-call]
             stack.enter_context(warnings.catch_warnings())
             warnings.simplefilter("ignore")  # training will warn
             if not self._on_cpu:
-                stack.enter_context(WithoutAttentionDropout())  # type: ignore[no-untyped-call]
+                stack.enter_context(WithoutAttentionDropout())
             return self._run(samples, tensor, plan, world)
 
-    def _run(self, samples: int, tensor: int, plan: TensorPlan | Mapping[str, str] | None, world: Group) -> Trace:
+    def _run(
+        self, samples: int, tensor: int, plan: TensorPlan | Mapping[str, str] | None, world: Group
+    ) -> WorkloadTrace:
         sample = map_tensors(torch.empty_like, self.splits.train.read_first())
         with _CPU:
             module = copy_without_contents(self._original)
@@ -144,7 +146,7 @@ class _Tracer:
         )
         shard = find_shard(module, world)
         blocks = {name: module.get_submodule(name) for name in self._blocks} or {"": module}
-        recorder = Recorder(module, blocks)
+        recorder = WorkloadRecorder(module, blocks)
         data = map_tensors(lambda leaf: leaf.new_empty(samples, *leaf.shape[1:]), sample)
         batch = Batch(data, samples, Interval(0, self.run.global_batch))
         optimizer = self.run.optimizer.build(module)
@@ -152,15 +154,15 @@ class _Tracer:
             forward = Forward(module, "fp32", "cpu", shard.forward_pass)
             loss = self.run.loss.loss(forward, batch).mean
             shard.begin_backward(last=True)
-            full_tensor(loss).backward()  # type: ignore[no-untyped-call]
+            full_tensor(loss).backward()
         shard.close()
-        return Trace(
+        return WorkloadTrace(
             samples, tensor, recorder.places, _count_parameters(module, blocks, recorder), recorder.working_bytes,
             shard.cuts_tokens, tuple(recorder.uncounted),
         )  # fmt: skip
 
 
-def _count_parameters(module: nn.Module, blocks: Mapping[str, nn.Module], recorder: Recorder) -> dict[str, int]:
+def _count_parameters(module: nn.Module, blocks: Mapping[str, nn.Module], recorder: WorkloadRecorder) -> dict[str, int]:
     """Return the parameters of each block, and of what is before the first and after the last; tied ones count once."""
     owners = {id(p): name for name in recorder.places if name in blocks for p in blocks[name].parameters()}
     found: dict[str, int] = {}

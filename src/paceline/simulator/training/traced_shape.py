@@ -27,7 +27,7 @@ _FULL_PRECISION_LOSS = 10.0
 
 
 class TracedProduct(Settings):
-    """A product of matrices, (rows x depth) by (depth x columns), `batch` at once, or a convolution as such a product."""
+    """A product of matrices, (rows x depth) by (depth x columns), `batch` at once. A convolution counts as such."""
 
     kind: Literal["matrix", "convolution", "batched", "fused"]
     """Class of it."""
@@ -72,11 +72,11 @@ class TracedPass(Settings):
     """What a block does forward, or backward."""
 
     products: tuple[TracedProduct, ...] = ()
-    """Its products."""
+    """Products of matrices."""
     moved_elements: Amount = NOTHING
     """Floating-point elements that its other operators read and write."""
     fused_elements: Amount = NOTHING
-    """Those that are left where a compiler makes one kernel of those that follow each other."""
+    """Floating-point elements that are left of them where a compiler makes one kernel of several operators."""
     moved_bytes: Amount = NOTHING
     """Bytes that these move of other types: tokens, masks."""
     loss_elements: Amount = NOTHING
@@ -118,9 +118,9 @@ class TracedBlock(Settings):
     count: Count = 1
     """Number of them."""
     forward: TracedPass
-    """What it does forward."""
+    """Work of forward."""
     backward: TracedPass
-    """What it does backward."""
+    """Work of backward."""
     parameters: Amount
     """Parameters of it."""
     kept_elements: Amount
@@ -128,7 +128,7 @@ class TracedBlock(Settings):
     kept_bytes: Amount = NOTHING
     """Bytes that it keeps of other types."""
     kept_scores_elements: Amount = NOTHING
-    """Those among `kept_elements` that are attention's scores."""
+    """Elements of attention's scores among `kept_elements`."""
     kept_products_elements: Amount = NOTHING
     """Elements of results of its products: what selective recomputation keeps."""
     input_elements: Length
@@ -145,9 +145,9 @@ class TracedEnds(Settings):
     """All that is in no block: embedding, stem, head and loss."""
 
     forward: TracedPass
-    """What they do forward."""
+    """Work of forward."""
     backward: TracedPass
-    """What they do backward."""
+    """Work of backward."""
     first_parameters: Amount = NOTHING
     """Parameters before the first block, and those before and after."""
     last_parameters: Amount = NOTHING
@@ -184,7 +184,7 @@ class TracedShape(ModelShape):
     cuts_tokens: bool = False
     """Whether tensor ranks share the tokens between matrices too (sequence parallel)."""
     uncounted: tuple[str, ...] = ()
-    """What the trace could not count, or counted as the most that it may be."""
+    """Names of operators that could not be counted, or count as the most that they may be."""
 
     @model_validator(mode="after")
     def _check_sample(self) -> Self:
@@ -256,7 +256,8 @@ class TracedShape(ModelShape):
         return gcd(*(round(length) for length in divided if length is not None))
 
     def _list_products(self) -> Iterator[TracedProduct]:
-        for place in (*self.blocks, self.ends):
+        places: tuple[TracedBlock | TracedEnds, ...] = (*self.blocks, self.ends)
+        for place in places:
             yield from place.forward.products
             yield from place.backward.products
 
