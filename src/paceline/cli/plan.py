@@ -2,10 +2,11 @@
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
+from paceline.cli import plan_options as options
 from paceline.errors import SettingsError, storing
 
 if TYPE_CHECKING:
@@ -14,41 +15,24 @@ if TYPE_CHECKING:
 
 def plan(
     context: typer.Context,
-    recipe: Annotated[
-        str | None, typer.Argument(help="A recipe's name, or your own: file.py:function; none with --model.")
-    ] = None,
-    cluster: Annotated[
-        list[str] | None,
-        typer.Option(help="Machines on offer: a name of `paceline clusters` or a JSON file; may be given again."),
-    ] = None,
-    num_ranks: Annotated[
-        int | None, typer.Option("--num_ranks", "--num-ranks", help="Most ranks; fewer are considered too.", min=1)
-    ] = None,
-    model: Annotated[str | None, typer.Option(help="Without a recipe: shape of the model, as JSON.")] = None,
-    row: Annotated[
-        str, typer.Option(help="Other fields of a row of the contract, as JSON: sample, precision, attention, ...")
-    ] = "{}",
-    global_batch: Annotated[
-        int | None, typer.Option("--global_batch", "--global-batch", help="Samples of a step, with --model.", min=1)
-    ] = None,
-    num_steps: Annotated[
-        int | None, typer.Option("--num_steps", "--num-steps", help="Steps of the run. [default: the recipe's]", min=1)
-    ] = None,
-    within: Annotated[str | None, typer.Option(help="Longest time of the run: 8h, 30min, 2d.")] = None,
-    budget: Annotated[str | None, typer.Option(help="Most money for the run, in the price's currency: 50usd.")] = None,
-    energy: Annotated[str | None, typer.Option(help="Most energy of the run: 20kWh.")] = None,
-    carbon: Annotated[str | None, typer.Option(help="Most carbon of the run, in CO2e: 2kg.")] = None,
-    zone: Annotated[str, typer.Option(help="Zone of the grid, for carbon: see `paceline prices`.")] = "world",
-    memory: Annotated[str | None, typer.Option(help="Memory of a rank: 16GB. [default: the device's]")] = None,
-    price: Annotated[
-        list[str] | None, typer.Option(help="Price of a host and hour: 98.32, or CLUSTER=98.32 for each.")
-    ] = None,
-    prices: Annotated[
-        str | None, typer.Option(help="CSV file of prices of instance types. [default: shipped examples]")
-    ] = None,
-    calibrate: Annotated[Path | None, typer.Option(help="Measured rows that correct the prices, as JSON.")] = None,
-    out: Annotated[Path, typer.Option(help="New file for the plan, for `paceline train --plan`.")] = Path("plan.json"),
-    json_file: Annotated[Path | None, typer.Option("--json", help="New file for all of it, as JSON.")] = None,
+    recipe: options.Recipe = None,
+    cluster: options.Cluster = None,
+    num_ranks: options.NumRanks = None,
+    model: options.Model = None,
+    row: options.Row = "{}",
+    global_batch: options.GlobalBatch = None,
+    num_steps: options.NumSteps = None,
+    within: options.Within = None,
+    budget: options.Budget = None,
+    energy: options.Energy = None,
+    carbon: options.Carbon = None,
+    zone: options.Zone = "world",
+    memory: options.Memory = None,
+    price: options.Price = None,
+    prices: options.Prices = None,
+    calibrate: options.Calibrate = None,
+    out: options.Out = Path("plan.json"),
+    json_file: options.JsonFile = None,
 ) -> None:
     """Plan a training: which layout, micro-batches, recomputation and ranks, how long, at what cost, and why.
 

@@ -48,7 +48,7 @@ def plan_recipe(
         machines: Machines on offer.
         limits: Limits of the run.
         site: Place of the machines.
-        posterior: What is believed of the parameters of steps.
+        posterior: Beliefs about the parameters of steps.
 
     Returns:
         The recipe with its whole path, the plan, and the digest of what it leaves as it is.
@@ -82,7 +82,7 @@ def apply_candidate(run: "Run", candidate: Candidate) -> "Run":
     """Return a run with the settings of a candidate.
 
     Raises:
-        SettingsError: They do not fit the run's other settings.
+        SettingsError: The candidate does not fit the run's other settings.
     """
     return apply_overrides(run, [(path, to_text(value)) for path, value in candidate.list_overrides().items()])
 

@@ -18,7 +18,7 @@ class PlanCompared(Event):
     num_steps: Int
     """Number of steps that it is the median of."""
     is_within: bool
-    """Whether it lies in the interval."""
+    """Whether the measured time lies in the interval."""
     machines: str
     """Machines that the plan is for, in words."""
     basis: str = ""

@@ -104,9 +104,9 @@ class Candidate:
 
     Args:
         machines: Index of its machines among those on offer.
-        division: Its ranks.
+        division: Division of its ranks.
         num_micro_batches: Micro-batches of a worker's samples in a step.
-        recompute: What backward computes again.
+        recompute: Activations that backward computes again.
         precision: Precision of the forward pass.
     """
 

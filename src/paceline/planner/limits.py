@@ -123,7 +123,7 @@ def describe_this_machine() -> Cluster:
     """Return this machine as a cluster: its processor, whose cores and memory all ranks share.
 
     Raises:
-        SettingsError: It has a GPU, whose specification is to be named.
+        SettingsError: The machine has a GPU, whose specification is to be named.
     """
     import torch
 

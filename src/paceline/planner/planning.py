@@ -34,7 +34,7 @@ class Planned:
         space: Candidates of it.
         choice: The choice, and the front.
         answer: Answer to the chosen step, as in the contract.
-        what_ifs: What changes of the machines would bring.
+        what_ifs: Gains by changes of the machines.
         neighbours: Candidates that differ from it in one thing.
         num_pruned: Candidates that do not fit by far.
         refused: Candidates that only the model itself showed to be refused, each with the reason.
@@ -70,8 +70,8 @@ def make_plan(problem: Problem, posterior: Posterior, trial: Trial = lambda _: "
 
     Args:
         problem: The problem.
-        posterior: What is believed of the parameters of steps.
-        trial: What training itself says of a candidate; those that it refuses are not chosen, nor shown.
+        posterior: Beliefs about the parameters of steps.
+        trial: Judgement of training itself on a candidate; those that it refuses are not chosen, nor shown.
 
     Raises:
         SettingsError: Nothing fits, or keeps the limits; the message names the nearest.

@@ -32,7 +32,7 @@ class Needs:
 
     Args:
         candidate: The candidate.
-        description: Its step.
+        description: Step of it, as numbers.
         memory_bytes: Memory of its fullest rank.
         available_bytes: Memory that a rank may use.
     """
@@ -64,7 +64,7 @@ class Pool:
 
     Args:
         problem: The problem.
-        posterior: What is believed of the parameters of steps.
+        posterior: Beliefs about the parameters of steps.
         needs: Candidates with what they need.
         batch: Numbers of their steps.
         features: Sizes and choices by which steps are alike.

@@ -25,7 +25,7 @@ class Space:
     """Candidates of a problem.
 
     Args:
-        candidates: Those that training does not refuse.
+        candidates: Candidates that training does not refuse.
         num_refused: Number of others.
         left_out: Words on what was left out; empty if nothing was.
     """
