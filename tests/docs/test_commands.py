@@ -40,7 +40,7 @@ NOT_RUN = {
             "paceline plan mine.py:run --cluster mine.json",
             "paceline plan mine.py:run --cluster dgx_h100 --cluster dgx_a100 --num_ranks 16 --price dgx_h100=98.3 "
             "--price dgx_a100=40.9",
-            'paceline plan --model {"name": "decoder", "num_layers": 40, "width": 6144, "num_heads": 48} '
+            'paceline plan --model {"name":"decoder","num_layers":40,"width":6144} '
             "--cluster dgx_h100 --num_ranks 64 --global_batch 1024",
             "paceline plan mine.py:run --cluster dgx_a100 --num_ranks 16 --memory 24GB",
             "paceline plan mine.py:run --cluster dgx_a100 --num_ranks 16 --within 8h",

@@ -93,14 +93,14 @@ def _plan_shape(
     calibrate: Path | None,
 ) -> "Planned":
     from paceline.planner.planning import make_plan
-    from paceline.planner.problem import Problem, choose_precision
+    from paceline.planner.problem import PlanProblem, choose_precision
     from paceline.simulator.training.contract import read_row
 
     if global_batch is None:
         raise SettingsError("--global_batch must be given with --model, but is not; give the samples of a step")
     row = read_row({"id": "plan", "num_ranks": 1, **fields, "model": model}, "--row")
     precision = row.precision or choose_precision(machines)
-    problem = Problem(row, global_batch, machines, (precision,), num_steps, limits, site)
+    problem = PlanProblem(row, global_batch, machines, (precision,), num_steps, limits, site)
     return make_plan(problem, _read_posterior(calibrate))
 
 

@@ -12,7 +12,7 @@ from paceline.errors import PacelineError, SettingsError
 from paceline.planner.candidate import Candidate, Division, Machines
 from paceline.planner.plan_file import fingerprint, to_text
 from paceline.planner.planning import Planned, Trial, make_plan
-from paceline.planner.problem import Limits, Problem
+from paceline.planner.problem import Limits, PlanProblem
 from paceline.planner.workload import trace_workload
 from paceline.simulator.training.contract import read_row
 from paceline.simulator.training.fit import Posterior
@@ -72,7 +72,7 @@ def plan_recipe(
         },
         "--row",
     )
-    problem = Problem(row, run.global_batch, machines, (run.precision,), run.count_steps(splits), limits, site)
+    problem = PlanProblem(row, run.global_batch, machines, (run.precision,), run.count_steps(splits), limits, site)
     planned = make_plan(problem, posterior, _make_trial(run, splits))
     chosen = apply_candidate(run, planned.candidate)
     return absolute_recipe(recipe), planned, fingerprint(chosen)

@@ -12,7 +12,7 @@ from paceline.planner.choice import Choice, choose
 from paceline.planner.explain import Neighbour, WhatIf, describe_term, list_neighbours, list_what_ifs
 from paceline.planner.plan_file import Plan, PlannedMachines
 from paceline.planner.pool import MEMORY_HIGH, Pool, make_pool
-from paceline.planner.problem import Problem
+from paceline.planner.problem import PlanProblem
 from paceline.planner.space import Space, make_space
 from paceline.simulator.training.answers import answer_described
 from paceline.simulator.training.fit import Posterior
@@ -41,7 +41,7 @@ class Planned:
         took_s: Seconds that planning took.
     """
 
-    problem: Problem
+    problem: PlanProblem
     space: Space
     choice: Choice
     answer: dict[str, Any]
@@ -65,7 +65,7 @@ class Planned:
         return sorted(chosen, key=lambda one: float(objectives[one, 0]))
 
 
-def make_plan(problem: Problem, posterior: Posterior, trial: Trial = lambda _: "") -> Planned:
+def make_plan(problem: PlanProblem, posterior: Posterior, trial: Trial = lambda _: "") -> Planned:
     """Plan a problem.
 
     Args:

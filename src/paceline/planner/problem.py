@@ -14,7 +14,7 @@ from paceline.training.legality import ModelSizes
 
 @dataclass(frozen=True)
 class Limits:
-    """What a plan must keep; None: no limit. Those of a whole run need `Problem.num_steps`.
+    """What a plan must keep; None: no limit. Those of a whole run need `PlanProblem.num_steps`.
 
     Args:
         within_s: Time of the run.
@@ -39,7 +39,7 @@ class Limits:
 
 
 @dataclass(frozen=True)
-class Problem:
+class PlanProblem:
     """What is to be planned.
 
     Args:

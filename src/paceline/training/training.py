@@ -192,9 +192,11 @@ def prepare(
     sample = read_sample(run, splits, group.device)
     check_inputs(run, module, sample)
     save_activations(run, module, splits, max(1, group.size // run.layout.ranks_of_worker), group.device)
+    # A worker that has a whole model builds it before it knows the others, whose number may change.
+    layout = run.layout.model_copy(update={"data": None}) if run.layout.is_plain else run.layout
     module = parallelize(
         module,
-        run.layout,
+        layout,
         group=group,
         tensor_plan=run.tensor_plan,
         pipeline=run.pipeline,
