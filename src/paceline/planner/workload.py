@@ -24,7 +24,7 @@ from paceline.parallel.tensor import full_tensor
 from paceline.parallel.tensor_plan import TensorPlan
 from paceline.planner.digest import digest_workload, load_trace, save_trace
 from paceline.planner.fitting import fit_places
-from paceline.planner.recorder import WorkloadRecorder, WithoutAttentionDropout
+from paceline.planner.recorder import WithoutAttentionDropout, WorkloadRecorder
 from paceline.planner.trace import FIRST, LAST, WorkloadTrace
 from paceline.simulator.training import TracedShape
 from paceline.topology.layout import Layout
