@@ -27,6 +27,9 @@ def simulate(
             help="all-reduce, reduce-scatter, all-gather, broadcast, all-to-all; or training, failures, ownership."
         ),
     ],
+    recipe: Annotated[
+        str | None, typer.Argument(help="With training: a recipe's name, or your own: file.py:function.")
+    ] = None,
     ranks: Annotated[str, typer.Option(help="Ranks: 2:1024 doubles from 2 to 1024; 3,6,12 is a list.")] = "2:64",
     algorithms: Annotated[str | None, typer.Option(help="Algorithms, with commas; by default all that fit.")] = None,
     num_bytes: Annotated[str, typer.Option("--bytes", help="Size of the buffer: 100MB, 64MiB, 4096.")] = "100MB",
@@ -43,7 +46,8 @@ def simulate(
 ) -> None:
     """Predict times of a collective by algorithm and ranks, and the scaling of training that waits for it.
 
-    `simulate training --spec IN.json --json OUT.json` prices whole training steps: time, memory and energy.
+    `simulate training mine.py:run --cluster dgx_h100 --ranks 8:1024` predicts a run on more and more ranks; its
+    settings can be overridden. `simulate training --spec IN.json --json OUT.json` prices rows of training steps.
     `simulate failures` says what failures and preemptions do to a long run, and how often to save; `simulate ownership`
     compares hosts that are bought with rented ones. `simulate failures --help` lists their settings.
 
@@ -57,8 +61,19 @@ def simulate(
         simulate_study(collective, context.args, json_file)
         return
     if collective == "training":
-        simulate_training(spec, calibrate, json_file)
+        if recipe is None:
+            simulate_training(spec, calibrate, json_file)
+            return
+        if spec is not None:
+            raise SettingsError(f"--spec must be given without a recipe, but got {recipe}; leave one out")
+        _check_files(picture, json_file)
+        from paceline.cli.simulate_scaling import include_last, simulate_scaling
+
+        numbers = include_last(ranks, parse_ranks(ranks))
+        simulate_scaling(recipe, parse_pairs(context.args), numbers, calibrate, picture, json_file)
         return
+    if recipe is not None:
+        raise SettingsError(f"a recipe must be with training, but got {recipe} with {collective}; leave it out")
     if spec is not None or calibrate is not None:
         raise SettingsError(f"--spec and --calibrate must be with training, but got {collective}; leave them out")
     _check_files(picture, json_file)

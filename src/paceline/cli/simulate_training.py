@@ -2,12 +2,15 @@
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
 from paceline.cli.clusters import read_json
 from paceline.errors import SettingsError, storing
+
+if TYPE_CHECKING:
+    from paceline.simulator.training import Row
 
 
 def simulate_training(spec: Path | None, calibrate: Path | None, json_file: Path | None) -> None:
@@ -19,16 +22,26 @@ def simulate_training(spec: Path | None, calibrate: Path | None, json_file: Path
     from paceline.simulator.training import answer_rows, read_rows
 
     if spec is None:
-        raise SettingsError("--spec must be given with training, but is not; name a JSON file of rows")
+        raise SettingsError(
+            "--spec must be given where training has no recipe, but is not; name a recipe, or a JSON file of rows"
+        )
     rows = read_rows(read_json(spec, "--spec"), str(spec), measured=False)
-    measured = (
-        [] if calibrate is None else read_rows(read_json(calibrate, "--calibrate"), str(calibrate), measured=True)
-    )
-    answers = answer_rows(rows, measured)
+    answers = answer_rows(rows, read_measured(calibrate))
     if json_file is not None:
         with storing(json_file):
             json_file.write_text(json.dumps(answers, indent=1) + "\n")
     _print(answers["rows"])
+
+
+def read_measured(calibrate: Path | None) -> "list[Row]":
+    """Return the measured rows of a file; none without one.
+
+    Raises:
+        SettingsError: The file is missing or not in the form of the contract.
+    """
+    from paceline.simulator.training import read_rows
+
+    return [] if calibrate is None else read_rows(read_json(calibrate, "--calibrate"), str(calibrate), measured=True)
 
 
 def _print(answers: list[dict[str, Any]]) -> None:
