@@ -53,7 +53,8 @@ def test_each_line_has_units_and_assumptions():
     assert lines == [
         f"energy: 72 kJ = 0.02 kWh, 360 W on average over 3 min 20 s, 225 J a sample; gpu {MEASURED}; cpu {DECLARED}",
         "carbon: 0.01 kgCO2e, 31.25 mg a sample; 0.475 kgCO2e/kWh (world, 2018; IEA), PUE 1.05 (as given)",
-        "cost: 2 usd, 6,250 usd for 1,000,000 samples; 36 usd an hour a host (as given), while workers train",
+        "cost: 2 usd, 6,250 usd for 1,000,000 samples, 62.5 usd an epoch of 10,000; "
+        "36 usd an hour a host (as given), while workers train",
     ]
     assert [line.partition(":")[0] for line in describe_usage(summarise(tell(money=None)))] == ["energy", "carbon"]
     assert list(describe_usage(summarise([]))) == []

@@ -83,7 +83,8 @@ def describe_usage(summary: RunSummary) -> Iterator[str]:
         yield f"energy: {_describe_energy(usage, num_samples)}"
         yield f"carbon: {_describe_carbon(usage, num_samples)}"
     if usage.money is not None:
-        yield f"cost: {_describe_money(usage, num_samples)}"
+        samples_per_epoch = summary.starts[-1].event.samples_per_epoch if summary.starts else 0
+        yield f"cost: {_describe_money(usage, num_samples, samples_per_epoch)}"
 
 
 def _describe_energy(usage: Usage, num_samples: int) -> str:
@@ -100,11 +101,13 @@ def _describe_carbon(usage: Usage, num_samples: int) -> str:
     return f"{carbon(usage.carbon_kg)}{per_sample}; {' and '.join(usage.carbon_by)}"
 
 
-def _describe_money(usage: Usage, num_samples: int) -> str:
+def _describe_money(usage: Usage, num_samples: int, samples_per_epoch: int) -> str:
     assert usage.money is not None
-    per_sample = f", {number(1e6 * usage.money / num_samples)} {usage.currency} for 1,000,000 samples"
-    spent = f"{number(usage.money)} {usage.currency}{per_sample if num_samples else ''}"
-    return f"{spent}; {' and '.join(usage.prices)}, while workers train"
+    parts = [f"{number(usage.money)} {usage.currency}"]
+    for size, what in ((1_000_000, "for 1,000,000 samples"), (samples_per_epoch, f"an epoch of {samples_per_epoch:,}")):
+        if num_samples and size:
+            parts.append(f"{number(size * usage.money / num_samples)} {usage.currency} {what}")
+    return f"{', '.join(parts)}; {' and '.join(usage.prices)}, while workers train"
 
 
 def render_usage(summary: RunSummary) -> str:

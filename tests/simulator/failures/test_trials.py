@@ -121,6 +121,8 @@ def test_a_trace_is_replayed_as_it_is_from_a_random_moment(tmp_path):
         gaps.append(arrivals.next_s - before)
     assert set(np.round(np.concatenate(gaps))) == {500, 3100}
     np.testing.assert_allclose(gaps[0] + gaps[1], 3600)
+    told = Trace(path=trace.path, length_hours=1, begin_s=1200).start(np.random.default_rng(0), 5, 1)
+    assert (told.next_s == 300).all()
     kinds = write_trace(tmp_path, [10, 20, 30], ["failure", "preemption", "failure"])
     assert len(Trace(path=kinds, kind="preemption").read()[0]) == 1
 

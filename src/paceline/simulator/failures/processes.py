@@ -98,12 +98,14 @@ class Weibull(FailureProcess):
 
 @register("trace")
 class Trace(FailureProcess):
-    """Events that were recorded, replayed from a random moment on, over and over; the whole cluster's, as they are."""
+    """Recorded events of a whole cluster, replayed over and over from a random moment on, or a given one."""
 
     path: str
     """CSV file with a column time_s: seconds from the beginning of the record to each event."""
     kind: str | None = None
     """Events whose column kind has this value; none for all."""
+    begin_s: float | None = Field(default=None, ge=0)
+    """Moment of the record at which all trials begin; by default each begins at a random one."""
     length_hours: float | None = Field(default=None, gt=0)
     """Length of the record; by default up to its last event."""
 
@@ -142,9 +144,12 @@ class Trace(FailureProcess):
         return length_s / len(times)
 
     def start(self, generator: np.random.Generator, num_trials: int, num_hosts: int) -> Arrivals:
-        """Return the recorded events, from another moment in each trial."""
+        """Return the recorded events, from another moment in each trial or from the given one."""
         times, length_s = self.read()
-        return _Replay(times, length_s, generator.uniform(0, length_s, num_trials))
+        begins_s = generator.uniform(0, length_s, num_trials)
+        if self.begin_s is not None:
+            begins_s = np.full(num_trials, self.begin_s % length_s)
+        return _Replay(times, length_s, begins_s)
 
 
 class _Poisson:
