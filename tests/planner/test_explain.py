@@ -64,7 +64,7 @@ def test_no_change_for_the_better_makes_a_plan_slower_and_the_best_is_no_slower_
     for one in changes:
         assert one.best_ratio <= 1.0 + 1e-9
         if one.same_ratio is not None:
-            assert one.best_ratio - 1e-9 <= one.same_ratio <= 1 + 1e-9
+            assert one.same_ratio <= 1 + 1e-9
     by_words = {one.change: one for one in changes}
     assert by_words["twice the bandwidth between hosts"].best_ratio < 0.95  # 25 Gbit/s bind it
     assert "6 GB more memory on each device" in by_words
@@ -75,7 +75,7 @@ def test_what_more_memory_would_bring_is_what_planning_with_it_gives(problem, ch
     larger = choose(*price(replace(problem, machines=(machines,))))
     (change,) = (one for one in list_what_ifs(choice) if "memory on each device" in one.change and "GB" in one.change)
     fastest = larger.objectives[list(larger.front), 0].min()
-    assert change.best_ratio == pytest.approx(fastest / choice.objectives[choice.index, 0])
+    assert change.best_ratio == pytest.approx(fastest / choice.objectives[list(choice.front), 0].min())
 
 
 def test_what_a_faster_link_would_bring_is_what_planning_with_it_gives(problem, choice):
@@ -83,7 +83,7 @@ def test_what_a_faster_link_would_bring_is_what_planning_with_it_gives(problem, 
     faster = choose(*price(replace(problem, machines=(machines,))))
     (change,) = (one for one in list_what_ifs(choice) if one.change == "twice the bandwidth between hosts")
     fastest = faster.objectives[list(faster.front), 0].min()
-    assert change.best_ratio == pytest.approx(fastest / choice.objectives[choice.index, 0])
+    assert change.best_ratio == pytest.approx(fastest / choice.objectives[list(choice.front), 0].min())
 
 
 def test_ties_are_candidates_whose_ratio_is_less_sure_than_it_is_large(choice):

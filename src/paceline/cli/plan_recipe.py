@@ -1,6 +1,7 @@
 """The plan of a recipe: its model traced, its settings kept, and what is shown checked as training would check it."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -26,8 +27,8 @@ if TYPE_CHECKING:
     from paceline.data.base import Splits
     from paceline.training.run import Run
 
-_MOST_REHEARSED = 16
-"""Ranks up to which a candidate is rehearsed, on tensors without contents, before it is shown."""
+_MOST_REHEARSED = 8
+"""Ranks of a replica up to which a candidate is rehearsed, on tensors without contents, before it is shown."""
 
 
 def plan_recipe(
@@ -100,25 +101,33 @@ def _make_trial(run: "Run", splits: "Splits") -> Trial:
     rehearsed: dict[Division, str] = {}
 
     def find_refusal(candidate: Candidate) -> str:
-        division = candidate.division
         try:
             planned = apply_candidate(run, candidate)
-            check_workers(planned, division.num_workers, splits)
+            check_workers(planned, candidate.division.num_workers, splits)
         except PacelineError as error:
             return " ".join(str(error).split())
-        if division not in rehearsed:
-            rehearsed[division] = _rehearse(planned, division, splits)
-        return rehearsed[division]
+        least = _reduce(candidate.division)
+        if least not in rehearsed:
+            rehearsed[least] = _rehearse(run, replace(candidate, division=least), splits)
+        return rehearsed[least]
 
     return find_refusal
 
 
-def _rehearse(run: "Run", division: Division, splits: "Splits") -> str:
+def _reduce(division: Division) -> Division:
+    """Return the fewest ranks that divide a model as those of a division do."""
+    return replace(division, data=1, sharded=min(2, division.sharded))
+
+
+def _rehearse(run: "Run", candidate: Candidate, splits: "Splits") -> str:
     """Return why ranks that share a model would refuse their parts of it; empty if they would not, or cannot tell."""
-    if division.num_ranks > _MOST_REHEARSED or set(division.axes) <= {"data"}:
+    division = candidate.division
+    if division.num_ranks > _MOST_REHEARSED or division.ranks_of_worker == 1:  # shards of any model can be made
         return ""
+    batch = max(candidate.num_micro_batches, division.num_workers, 2)
     try:
-        estimate(run, splits, division.num_ranks, torch.device("cpu"))
+        planned = apply_candidate(run.model_copy(update={"global_batch": batch * division.num_workers}), candidate)
+        estimate(planned, splits, division.num_ranks, torch.device("cpu"))
     except RehearsalError:  # it cannot be told before ranks start
         return ""
     except PacelineError as error:

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from math import log
 from types import MappingProxyType
 
 import numpy as np
@@ -12,7 +13,7 @@ from paceline.planner.front import find_front
 from paceline.planner.pool import MEMORY_HIGH, OBJECTIVES, Needs, Pool
 from paceline.planner.problem import PlanProblem
 from paceline.simulator.training.answers import QUANTILE
-from paceline.topology.cluster import Floats
+from paceline.topology.cluster import Floats, Integers
 
 _ALIKE = 1.01
 """Ratio to the best up to which the plainer candidate is taken."""
@@ -27,7 +28,7 @@ class Choice:
     Args:
         pool: The pool.
         objectives: Time, money, energy and memory of its candidates.
-        index: Index of the chosen one.
+        index: Index of the chosen one: on the front, or a plainer one that ties with the best.
         front: Indices of those that no other beats in everything, among those that keep the limits; fastest first.
         ties: Indices of those whose time differs from the choice's by less than is known.
         by: Objective that it is best in.
@@ -70,13 +71,27 @@ def choose(pool: Pool, least: Needs | None, refused: Mapping[Candidate, str] = M
         raise _nothing_keeps(pool, objectives, np.flatnonzero(allowed))
     by = _find_objective(problem)
     front = kept[find_front(objectives[kept])]
-    primary = objectives[:, OBJECTIVES.index(by)]
-    best = front[primary[front] <= primary[front].min() * _ALIKE]
-    index = int(min(best, key=lambda one: (pool.needs[one].candidate.plainness, primary[one])))
+    index = _find_plainest(pool, objectives[:, OBJECTIVES.index(by)], kept)
     ordered = sorted(front.tolist(), key=lambda one: objectives[one].tolist())
     near = sorted(kept.tolist(), key=lambda one: abs(np.log(objectives[one, 0] / objectives[index, 0])))[:_MOST_TIES]
     ties = tuple(one for one in find_ties(pool, index, near) if one != index)
     return Choice(pool, objectives, index, tuple(ordered), ties, by)
+
+
+def _find_plainest(pool: Pool, primary: Floats, kept: Integers) -> int:
+    """Return the best of some candidates: one that divides no model among ranks unless others are surely better.
+
+    Dividing it has costs that no number here is of (schedules, more kernels), and ends more things that can fail.
+    """
+    best = int(kept[int(np.argmin(primary[kept]))])
+    undivided = kept[[pool.needs[one].candidate.division.ranks_of_worker == 1 for one in kept]]
+    if len(undivided):
+        plain = int(undivided[int(np.argmin(primary[undivided]))])
+        spread = float(pool.ratio_spreads([best, plain])[0, 1])
+        if log(primary[plain] / primary[best]) <= QUANTILE * spread:
+            best, kept = plain, undivided
+    alike = kept[primary[kept] <= primary[best] * _ALIKE]
+    return int(min(alike, key=lambda one: (pool.needs[one].candidate.plainness, primary[one])))
 
 
 def find_ties(pool: Pool, index: int, others: list[int]) -> list[int]:

@@ -67,7 +67,7 @@ class WhatIf:
         change: The change.
         same_ratio: Time of the same plan then, over the one now; None if it stays as it is.
         best: The best plan then.
-        best_ratio: Time of that plan over that of the choice now.
+        best_ratio: Time of that plan over the shortest now.
     """
 
     change: str
@@ -78,16 +78,17 @@ class WhatIf:
 
 def list_what_ifs(choice: Choice) -> list[WhatIf]:
     """Return what changes of machines would bring, the greatest gain first."""
-    pool, now = choice.pool, float(choice.pool.step_s[choice.index])
+    pool, step_s = choice.pool, choice.pool.step_s
     is_open = pool.fits & (_machines_of(pool) == choice.needs.candidate.machines)
+    now, least = float(step_s[choice.index]), float(step_s[is_open].min())
     found = []
     for change, factors in CHANGES.items():
         then = pool.with_columns(factors).step_s
-        found.append(_compare(pool, change, then, is_open, now, float(then[choice.index])))
+        found.append(_compare(pool, change, then, is_open, least, float(then[choice.index]) / now))
     larger = choice.needs.available_bytes * (MORE_MEMORY - 1)
     more = np.array([one.memory_bytes * MEMORY_HIGH <= one.available_bytes * MORE_MEMORY for one in pool.needs])
     more &= _machines_of(pool) == choice.needs.candidate.machines
-    found.append(_compare(pool, f"{larger / 1e9:.3g} GB more memory on each device", pool.step_s, more, now, None))
+    found.append(_compare(pool, f"{larger / 1e9:.3g} GB more memory on each device", step_s, more, least, None))
     return sorted(found, key=lambda one: one.best_ratio)
 
 
@@ -100,12 +101,12 @@ def _compare(
     change: str,
     step_s: "np.ndarray[Any, np.dtype[np.float64]]",
     is_open: "np.ndarray[tuple[int], np.dtype[np.bool_]]",
-    now: float,
+    least: float,
     same: float | None,
 ) -> WhatIf:
     indices = np.flatnonzero(is_open)
     best = int(indices[int(np.argmin(step_s[indices]))])
-    return WhatIf(change, None if same is None else same / now, pool.needs[best].candidate, float(step_s[best]) / now)
+    return WhatIf(change, same, pool.needs[best].candidate, float(step_s[best]) / least)
 
 
 def list_neighbours(choice: Choice) -> list[Neighbour]:

@@ -26,6 +26,7 @@ class Description:
         other_blocks: Share of all blocks in the other stages.
         other_heads: Whether one of those has the head.
         fill: Times that the other stages' micro-batch is waited for: the bubble.
+        launch_fill: Times that starting their kernels is: few of them are of gradients of weights.
         stage_parameters: Parameters of a rank of the slowest stage, before the sharded axis divides them.
         exchanges: Exchanges of the rank.
         optimizer_bytes: Bytes that its optimizer moves.
@@ -39,6 +40,7 @@ class Description:
     other_blocks: float
     other_heads: float
     fill: float
+    launch_fill: float
     stage_parameters: float
     exchanges: tuple[Exchange, ...]
     optimizer_bytes: float
@@ -51,8 +53,6 @@ def describe(case: StepCase) -> Description:
     blocks, heads = _find_slowest_stage(case)
     parameters = workload.block_parameters * blocks + _ends_parameters(workload, case, heads)
     owned = parameters / case.num_shards
-    chunks = case.stages_per_rank if "interleaved" in case.order else 1
-    fill = (1 / 3 if "zero_bubble" in case.order else 1.0) / chunks
     per_parameter = OPTIMIZER_BYTES.get(case.optimizer, _UNKNOWN_OPTIMIZER_BYTES)
     return Description(
         case=case,
@@ -61,12 +61,29 @@ def describe(case: StepCase) -> Description:
         stage_heads=heads,
         other_blocks=1.0 - blocks,
         other_heads=1.0 - heads,
-        fill=fill if case.pipeline > 1 else 0.0,
+        fill=_count_fill(case, splits_backward="zero_bubble" in case.order),
+        launch_fill=_count_fill(case, splits_backward=False),
         stage_parameters=parameters,
         exchanges=tuple(_list_exchanges(case, workload, blocks, parameters)),
         optimizer_bytes=owned * per_parameter,
         accumulate_bytes=parameters * 10.0 / (case.sharded if case.zero_stage >= 2 else 1),
     )
+
+
+def _count_fill(case: StepCase, *, splits_backward: bool) -> float:
+    """Return how much of one micro-batch's time in the other stages a rank is idle, by the formula of its order.
+
+    Fewer micro-batches than ranks leave gaps: a single one passes from rank to rank in every order, and what a split
+    backward gains is that gradients of weights (a third of the work) are no part of that way.
+    """
+    others = case.pipeline - 1
+    if not others:
+        return 0.0
+    missing = max(0.0, case.pipeline - case.num_micro_batches) / others
+    chunks = case.stages_per_rank if "interleaved" in case.order else 1
+    if splits_backward:
+        return (1 + (2 * chunks - 1) * missing) / (3 * chunks)
+    return (1 + (chunks - 1) * missing) / chunks
 
 
 @lru_cache(maxsize=2048)
