@@ -4,7 +4,7 @@ from functools import cache
 
 from paceline.planner.candidate import Machines
 from paceline.planner.pool import make_pool
-from paceline.planner.problem import Limits, Problem
+from paceline.planner.problem import Limits, PlanProblem
 from paceline.planner.space import make_space
 from paceline.simulator.training.answers import find_posterior
 from paceline.simulator.training.contract import read_row
@@ -21,7 +21,7 @@ def make_problem(*machines, model=MODEL, tokens=1024, global_batch=32, num_steps
     """Return a problem of a decoder on 8 devices, or on other machines."""
     fields = {"id": "plan", "num_ranks": 1, "model": model, "sample": {"tokens": tokens}, "attention": "fused"}
     row = read_row(fields, "row")
-    return Problem(row, global_batch, machines or (make_machines(),), ("bf16",), num_steps, Limits(**limits))
+    return PlanProblem(row, global_batch, machines or (make_machines(),), ("bf16",), num_steps, Limits(**limits))
 
 
 @cache

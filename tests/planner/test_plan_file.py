@@ -6,10 +6,12 @@ import pytest
 from problems import make_machines, make_problem, posterior
 
 from paceline.cli.overrides import apply_overrides
+from paceline.comm import LocalGroup
 from paceline.errors import SettingsError
 from paceline.planner.plan_file import Plan, fingerprint
 from paceline.planner.planning import make_plan, to_plan
 from paceline.recipes.transformer_lm import run as make_run
+from paceline.training.training import prepare
 
 MODEL = {"name": "decoder", "num_layers": 4, "width": 128, "num_heads": 4, "vocabulary": 256}
 
@@ -68,3 +70,12 @@ def test_a_plan_is_plain_json_without_places_of_this_machine(plan, tmp_path):
     assert document["version"] == 1
     assert set(document["why"]) == {"what_if", "neighbours", "ties"}
     assert str(tmp_path) not in (tmp_path / "plan.json").read_text()
+
+
+def test_a_worker_builds_its_whole_model_before_it_knows_how_many_there_are(run, plan):
+    """A plan names its replicas; a worker that has the whole model builds it alone, and others may come and go."""
+    given = {"layout.data": "2", "layout.sharded": "1", "model.width": "16", "data.max_bytes": "20000"}
+    planned = apply_overrides(run, list(given.items()))
+    splits = planned.open_data()
+    module = planned.model.build(splits.train.spec)
+    assert prepare(planned, module, splits, LocalGroup())[0] is module

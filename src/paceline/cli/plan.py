@@ -2,10 +2,11 @@
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
+from paceline.cli import plan_options as options
 from paceline.errors import SettingsError, storing
 
 if TYPE_CHECKING:
@@ -14,36 +15,24 @@ if TYPE_CHECKING:
 
 def plan(
     context: typer.Context,
-    recipe: Annotated[
-        str | None, typer.Argument(help="A recipe's name, or your own: file.py:function; none with --model.")
-    ] = None,
-    cluster: Annotated[
-        list[str] | None,
-        typer.Option(help="Machines on offer: a name of `paceline clusters` or a JSON file; may be given again."),
-    ] = None,
-    num_ranks: Annotated[
-        int | None, typer.Option("--num_ranks", "--num-ranks", help="Most ranks; fewer are considered too.", min=1)
-    ] = None,
-    model: Annotated[str | None, typer.Option(help="Without a recipe: shape of the model, as JSON.")] = None,
-    row: Annotated[
-        str, typer.Option(help="Other fields of a row of the contract, as JSON: sample, precision, attention, ...")
-    ] = "{}",
-    global_batch: Annotated[
-        int | None, typer.Option("--global_batch", "--global-batch", help="Samples of a step, with --model.", min=1)
-    ] = None,
-    num_steps: Annotated[
-        int | None, typer.Option("--num_steps", "--num-steps", help="Steps of the run. [default: the recipe's]", min=1)
-    ] = None,
-    within: Annotated[str | None, typer.Option(help="Longest time of the run: 8h, 30min, 2d.")] = None,
-    budget: Annotated[str | None, typer.Option(help="Most money for the run, in the price's currency: 50usd.")] = None,
-    energy: Annotated[str | None, typer.Option(help="Most energy of the run: 20kwh.")] = None,
-    memory: Annotated[str | None, typer.Option(help="Memory of a rank: 16GB. [default: the device's]")] = None,
-    price: Annotated[
-        list[str] | None, typer.Option(help="Price of a host and hour: 98.32, or CLUSTER=98.32 for each.")
-    ] = None,
-    calibrate: Annotated[Path | None, typer.Option(help="Measured rows that correct the prices, as JSON.")] = None,
-    out: Annotated[Path, typer.Option(help="New file for the plan, for `paceline train --plan`.")] = Path("plan.json"),
-    json_file: Annotated[Path | None, typer.Option("--json", help="New file for all of it, as JSON.")] = None,
+    recipe: options.Recipe = None,
+    cluster: options.Cluster = None,
+    num_ranks: options.NumRanks = None,
+    model: options.Model = None,
+    row: options.Row = "{}",
+    global_batch: options.GlobalBatch = None,
+    num_steps: options.NumSteps = None,
+    within: options.Within = None,
+    budget: options.Budget = None,
+    energy: options.Energy = None,
+    carbon: options.Carbon = None,
+    zone: options.Zone = "world",
+    memory: options.Memory = None,
+    price: options.Price = None,
+    prices: options.Prices = None,
+    calibrate: options.Calibrate = None,
+    out: options.Out = Path("plan.json"),
+    json_file: options.JsonFile = None,
 ) -> None:
     """Plan a training: which layout, micro-batches, recomputation and ranks, how long, at what cost, and why.
 
@@ -57,14 +46,16 @@ def plan(
     from paceline.cli.overrides import parse_pairs
     from paceline.planner.limits import list_machines, parse_budget, parse_energy, parse_time
     from paceline.planner.problem import Limits
+    from paceline.topology import Site
 
     overrides = parse_pairs(context.args)
+    site = Site(zone=zone)
     limits = Limits(
         None if within is None else parse_time(within),
         None if budget is None else parse_budget(budget),
-        None if energy is None else parse_energy(energy),
+        parse_energy(energy, carbon, site),
     )
-    machines = list_machines(_read_clusters(cluster), num_ranks, memory, price or [])
+    machines = list_machines(_read_clusters(cluster), num_ranks, memory, price or [], prices)
     if (recipe is None) == (model is None):
         found = "neither" if recipe is None else "both"
         raise SettingsError(f"either a recipe or --model must be given, but got {found}; give one")
@@ -76,7 +67,7 @@ def plan(
             )
         assert model is not None
         planned = _plan_shape(
-            _read_json(model, "--model"), fields, machines, global_batch, num_steps, limits, calibrate
+            _read_json(model, "--model"), fields, machines, global_batch, num_steps, limits, site, calibrate
         )
         digest = ""
     else:
@@ -84,7 +75,9 @@ def plan(
 
         given = {"global_batch": global_batch, "num_steps": num_steps}
         overrides += [(name, str(value)) for name, value in given.items() if value is not None]
-        recipe, planned, digest = plan_recipe(recipe, overrides, fields, machines, limits, _read_posterior(calibrate))
+        recipe, planned, digest = plan_recipe(
+            recipe, overrides, fields, machines, limits, site, _read_posterior(calibrate)
+        )
     _print(planned)
     _write(planned, recipe, digest, out, json_file)
 
@@ -96,17 +89,18 @@ def _plan_shape(
     global_batch: int | None,
     num_steps: int | None,
     limits: Any,
+    site: Any,
     calibrate: Path | None,
 ) -> "Planned":
     from paceline.planner.planning import make_plan
-    from paceline.planner.problem import Problem, choose_precision
+    from paceline.planner.problem import PlanProblem, choose_precision
     from paceline.simulator.training.contract import read_row
 
     if global_batch is None:
         raise SettingsError("--global_batch must be given with --model, but is not; give the samples of a step")
     row = read_row({"id": "plan", "num_ranks": 1, **fields, "model": model}, "--row")
     precision = row.precision or choose_precision(machines)
-    problem = Problem(row, global_batch, machines, (precision,), num_steps, limits)
+    problem = PlanProblem(row, global_batch, machines, (precision,), num_steps, limits, site)
     return make_plan(problem, _read_posterior(calibrate))
 
 

@@ -9,14 +9,15 @@ from paceline.cli.overrides import apply_overrides
 from paceline.cli.prepare import absolute_recipe, make_run
 from paceline.compression import NoCodec
 from paceline.errors import PacelineError, SettingsError
-from paceline.planner.candidate import Candidate, Machines
+from paceline.planner.candidate import Candidate, Division, Machines
 from paceline.planner.plan_file import fingerprint, to_text
 from paceline.planner.planning import Planned, Trial, make_plan
-from paceline.planner.problem import Limits, Problem
+from paceline.planner.problem import Limits, PlanProblem
 from paceline.planner.workload import trace_workload
 from paceline.simulator.training.contract import read_row
 from paceline.simulator.training.fit import Posterior
 from paceline.sync import EveryStep
+from paceline.topology import Site
 from paceline.training.compiling import NO_COMPILER
 from paceline.training.memory_fit import estimate
 from paceline.training.rehearsal import RehearsalError, check_workers
@@ -35,6 +36,7 @@ def plan_recipe(
     fields: Mapping[str, Any],
     machines: tuple[Machines, ...],
     limits: Limits,
+    site: Site,
     posterior: Posterior,
 ) -> tuple[str, Planned, str]:
     """Plan a recipe.
@@ -45,7 +47,8 @@ def plan_recipe(
         fields: Fields of a row of the contract that are given beside the model.
         machines: Machines on offer.
         limits: Limits of the run.
-        posterior: What is believed of the parameters of steps.
+        site: Place of the machines.
+        posterior: Beliefs about the parameters of steps.
 
     Returns:
         The recipe with its whole path, the plan, and the digest of what it leaves as it is.
@@ -69,7 +72,7 @@ def plan_recipe(
         },
         "--row",
     )
-    problem = Problem(row, run.global_batch, machines, (run.precision,), run.count_steps(splits), limits)
+    problem = PlanProblem(row, run.global_batch, machines, (run.precision,), run.count_steps(splits), limits, site)
     planned = make_plan(problem, posterior, _make_trial(run, splits))
     chosen = apply_candidate(run, planned.candidate)
     return absolute_recipe(recipe), planned, fingerprint(chosen)
@@ -79,7 +82,7 @@ def apply_candidate(run: "Run", candidate: Candidate) -> "Run":
     """Return a run with the settings of a candidate.
 
     Raises:
-        SettingsError: They do not fit the run's other settings.
+        SettingsError: The candidate does not fit the run's other settings.
     """
     return apply_overrides(run, [(path, to_text(value)) for path, value in candidate.list_overrides().items()])
 
@@ -94,18 +97,30 @@ def _check_rule(run: "Run") -> None:
 
 def _make_trial(run: "Run", splits: "Splits") -> Trial:
     """Return what training says of a candidate: its checks of settings and model, and a rehearsal of few ranks."""
+    rehearsed: dict[Division, str] = {}
 
     def find_refusal(candidate: Candidate) -> str:
         division = candidate.division
         try:
             planned = apply_candidate(run, candidate)
             check_workers(planned, division.num_workers, splits)
-            if division.num_ranks <= _MOST_REHEARSED and len(division.axes) > ("data" in division.axes):
-                estimate(planned, splits, division.num_ranks, torch.device("cpu"))
-        except RehearsalError:  # it cannot be told before ranks start
-            return ""
         except PacelineError as error:
             return " ".join(str(error).split())
-        return ""
+        if division not in rehearsed:
+            rehearsed[division] = _rehearse(planned, division, splits)
+        return rehearsed[division]
 
     return find_refusal
+
+
+def _rehearse(run: "Run", division: Division, splits: "Splits") -> str:
+    """Return why ranks that share a model would refuse their parts of it; empty if they would not, or cannot tell."""
+    if division.num_ranks > _MOST_REHEARSED or set(division.axes) <= {"data"}:
+        return ""
+    try:
+        estimate(run, splits, division.num_ranks, torch.device("cpu"))
+    except RehearsalError:  # it cannot be told before ranks start
+        return ""
+    except PacelineError as error:
+        return " ".join(str(error).split())
+    return ""

@@ -21,11 +21,12 @@ from paceline.memory import available_bytes, guess_device
 from paceline.memory.absent_group import AbsentGroup
 from paceline.monitor.events import MemoryEstimated, RunFinished, RunStarted
 from paceline.monitor.log import EventLog
-from paceline.monitor.reader import read_log, select
+from paceline.monitor.reader import read_log, select, summarise
 from paceline.planner.plan_file import Plan
 from paceline.recipes import RECIPES, find_recipe
 from paceline.registry import explain
 from paceline.training.best import BestSoFar
+from paceline.training.budget import check_resumed
 from paceline.training.loading import make_loader
 from paceline.training.memory_fit import check_fit
 from paceline.training.rehearsal import RehearsalError, check_batch_norm_sizes, check_workers, outline
@@ -123,6 +124,7 @@ def prepare_resumed(
 
     Raises:
         SettingsError: `directory` holds no run, the run is finished, or settings are invalid.
+        BudgetError: The budget of the run is spent.
     """
     directory = directory.absolute()
     file = RunFile.load(directory)
@@ -137,6 +139,7 @@ def prepare_resumed(
             f"a resumed run must go on with its own weights, but got --initial {run.initial.path} for {directory}, "
             "which has a checkpoint; leave it out, or begin a new run in another --out"
         )
+    check_resumed(run.budget, run.site, directory / "events.jsonl")
     fitted = run.fit_workers(workers)
     splits = check_workers(fitted, workers)
     needed = _check_memory(fitted, splits, workers)
@@ -232,9 +235,12 @@ def _count_starts(directory: Path) -> int:
 
 
 def write_report(directory: Path) -> None:
-    """Write the report of a run and print its path."""
+    """Print what a run has used, write its report and print its path."""
     from paceline.monitor.report import write_report
+    from paceline.monitor.usage import describe_usage
 
+    for sentence in describe_usage(summarise(read_log(directory / "events.jsonl"))):
+        typer.echo(sentence)
     try:
         picture, page = write_report(directory)
     except (MissingExtraError, StorageError) as error:  # the run is finished nevertheless

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from paceline.cli.simulate_studies import STUDIES, find_study, simulate_study
 from paceline.cli.simulate_training import simulate_training
 from paceline.errors import SettingsError, storing
 
@@ -21,7 +22,10 @@ if TYPE_CHECKING:
 def simulate(
     context: typer.Context,
     collective: Annotated[
-        str, typer.Argument(help="all-reduce, reduce-scatter, all-gather, broadcast, all-to-all, or training.")
+        str,
+        typer.Argument(
+            help="all-reduce, reduce-scatter, all-gather, broadcast, all-to-all; or training, failures, ownership."
+        ),
     ],
     recipe: Annotated[
         str | None, typer.Argument(help="With training: a recipe's name, or your own: file.py:function.")
@@ -45,6 +49,8 @@ def simulate(
 
     `simulate training mine.py:run --cluster dgx_h100 --ranks 8:1024` predicts a run on more and more ranks; its
     settings can be overridden. `simulate training --spec IN.json --json OUT.json` prices rows of training steps.
+    `simulate failures` says what failures and preemptions do to a long run, and how often to save; `simulate ownership`
+    compares hosts that are bought with rented ones. `simulate failures --help` lists their settings.
 
     The cluster is chosen by name, `--cluster fat_tree`, and each setting of it can be overridden:
     `--cluster.bandwidth 25gbit --cluster.oversubscription 2`.
@@ -52,6 +58,9 @@ def simulate(
     from paceline.cli.overrides import parse_pairs
     from paceline.simulator.picture import draw_scaling
 
+    if collective in STUDIES:
+        simulate_study(collective, context.args, json_file)
+        return
     if collective == "training":
         if recipe is None:
             simulate_training(spec, calibrate, json_file, profile)
@@ -119,7 +128,9 @@ def parse_bandwidths(text: str) -> list[float]:
 
 
 def find_settings(arguments: Sequence[str] = ()) -> "Settings":
-    """Return the settings to override: those of the cluster."""
+    """Return the settings to override: those of a study, or of the cluster."""
+    if arguments and arguments[0] in STUDIES:
+        return find_study(arguments[0])
     from paceline.registry import Settings
     from paceline.topology import Cluster, Switch
 

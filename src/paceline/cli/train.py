@@ -41,7 +41,8 @@ def train(
     For a job that may be submitted again give `--out DIRECTORY --go_on`: it starts the run, or resumes it. Other
     options change the run from there on, as with --resume.
 
-    Exit codes: 0 finished, 2 bad input, 75 stopped by a signal with a checkpoint saved, 1 failed.
+    Exit codes: 0 finished, 2 bad input, 75 stopped by a signal with a checkpoint saved, 77 the same at the end of the
+    budget, 1 failed.
     """
     from paceline.cli.overrides import parse_pairs
 
@@ -155,8 +156,10 @@ def _train_here(
         code = launch(directory, file.num_processes, changes=ways, left=left, **losses)
         lock.release()
     typer.echo(f"log: {directory / 'events.jsonl'}")
-    if code is ExitCode.FINISHED:
+    if code in (ExitCode.FINISHED, ExitCode.BUDGET_SPENT):
         write_report(directory)
+    if code is ExitCode.BUDGET_SPENT:
+        typer.echo(f"go on with a larger --budget.NAME: paceline train --resume {directory}")
     if code is ExitCode.PREEMPTED:
         typer.echo(f"go on with: paceline train --resume {directory}")
     if code is ExitCode.FAILED:

@@ -57,7 +57,7 @@ def train_as_worker(
         directory, file = agreed
         with LiveView().following(directory / "events.jsonl") if is_first else nullcontext():
             code = work(directory, file, group, group.epoch)
-    if is_first and code is ExitCode.FINISHED:
+    if is_first and code in (ExitCode.FINISHED, ExitCode.BUDGET_SPENT):
         write_report(directory)
     return code
 

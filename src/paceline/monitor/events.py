@@ -15,6 +15,9 @@ from paceline.monitor.event import event
 from paceline.monitor.event import find_kind as find_kind
 from paceline.monitor.event import list_fields as list_fields
 from paceline.monitor.event import list_kinds as list_kinds
+from paceline.monitor.plan_events import PlanCompared as PlanCompared
+from paceline.monitor.usage_events import BudgetSpent as BudgetSpent
+from paceline.monitor.usage_events import ResourcesUsed as ResourcesUsed
 
 
 @event("run_started")
@@ -153,28 +156,6 @@ class MemoryEstimated(Event):
     """Size by purpose of the tensors."""
     available_bytes: Int
     """Memory available to a rank."""
-
-
-@event("plan_compared")
-class PlanCompared(Event):
-    """Steps of a run beside what its plan predicted of one, on rank 0: after 8, 16, 32, ... steps, and at the end."""
-
-    predicted_s: Float
-    """Time of a step by the plan."""
-    predicted_s_low: Float
-    """Lower end of its 90 % interval."""
-    predicted_s_high: Float
-    """Upper end."""
-    measured_s: Float
-    """Median time of the newest steps, without the first of this start."""
-    num_steps: Int
-    """Number of steps that it is the median of."""
-    is_within: bool
-    """Whether it lies in the interval."""
-    machines: str
-    """Machines that the plan is for, in words."""
-    basis: str = ""
-    """Where the prediction comes from: specification, published, calibrated or profile."""
 
 
 @event("memory_measured")

@@ -22,6 +22,7 @@ class Machines:
         num_ranks: Most ranks.
         memory_bytes: Memory that a rank may use; None: its device's.
         price_per_hour: Price of a host and hour; None: not known.
+        price_words: The price with its unit and origin.
     """
 
     name: str
@@ -29,6 +30,7 @@ class Machines:
     num_ranks: int
     memory_bytes: float | None = None
     price_per_hour: float | None = None
+    price_words: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,9 +104,9 @@ class Candidate:
 
     Args:
         machines: Index of its machines among those on offer.
-        division: Its ranks.
+        division: Division of its ranks.
         num_micro_batches: Micro-batches of a worker's samples in a step.
-        recompute: What backward computes again.
+        recompute: Activations that backward computes again.
         precision: Precision of the forward pass.
     """
 

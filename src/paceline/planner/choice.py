@@ -10,7 +10,7 @@ from paceline.errors import SettingsError
 from paceline.planner.candidate import Candidate
 from paceline.planner.front import find_front
 from paceline.planner.pool import MEMORY_HIGH, OBJECTIVES, Needs, Pool
-from paceline.planner.problem import Problem
+from paceline.planner.problem import PlanProblem
 from paceline.simulator.training.answers import QUANTILE
 from paceline.topology.cluster import Floats
 
@@ -87,27 +87,27 @@ def find_ties(pool: Pool, index: int, others: list[int]) -> list[int]:
     return [one for one, is_tie in zip(others, distances <= QUANTILE * spreads, strict=True) if is_tie]
 
 
-def _find_objective(problem: Problem) -> str:
+def _find_objective(problem: PlanProblem) -> str:
     if problem.limits.within_s is None:
         return "step_s"
     return "money" if problem.has_prices else "energy_j"
 
 
-def _keeps_limits(problem: Problem, objectives: Floats) -> "np.ndarray[tuple[int], np.dtype[np.bool_]]":
+def _keeps_limits(problem: PlanProblem, objectives: Floats) -> "np.ndarray[tuple[int], np.dtype[np.bool_]]":
     kept = np.ones(len(objectives), dtype=bool)
     for limit, column in _list_limits(problem):
         kept &= objectives[:, column] <= limit
     return kept
 
 
-def _list_limits(problem: Problem) -> list[tuple[float, int]]:
+def _list_limits(problem: PlanProblem) -> list[tuple[float, int]]:
     """Return limits of a step, each with the column of the objective that it is of."""
     limits = problem.limits
     pairs = ((limits.within_s, 0), (limits.budget, 1), (limits.energy_j, 2))
     return [(limit / (problem.num_steps or 1), column) for limit, column in pairs if limit is not None]
 
 
-def _nothing_fits(problem: Problem, least: Needs | None) -> SettingsError:
+def _nothing_fits(problem: PlanProblem, least: Needs | None) -> SettingsError:
     if least is None:
         return SettingsError(
             "nothing fits: training refuses every layout of these ranks; take another --num_ranks or --global_batch"

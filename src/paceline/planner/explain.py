@@ -44,10 +44,10 @@ class Neighbour:
 
     Args:
         candidate: The candidate.
-        change: What differs, in words.
+        change: Difference, in words.
         verdict: refused, memory, slower, tie or other.
         reason: Sentence.
-        ratio: Its step's time over the choice's; None if it has none.
+        ratio: Time of a step over the choice's; None if it has none.
         term: Term of the step that is most larger; empty if there is none.
     """
 
@@ -67,7 +67,7 @@ class WhatIf:
         change: The change.
         same_ratio: Time of the same plan then, over the one now; None if it stays as it is.
         best: The best plan then.
-        best_ratio: Its time over that of the choice now.
+        best_ratio: Time of that plan over that of the choice now.
     """
 
     change: str

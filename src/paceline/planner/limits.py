@@ -6,12 +6,11 @@ from collections.abc import Sequence
 
 from paceline.errors import SettingsError
 from paceline.planner.candidate import Machines
-from paceline.topology import Cluster, Device, Loopback, parse_size
-from paceline.topology.hosts import Hosts
-from paceline.topology.units import BytesPerSecond
+from paceline.topology import BytesPerSecond, Cluster, Device, Hosts, Joules, Loopback, Site, parse_size
+from paceline.topology.tables import read_prices
 
 _SECONDS = {"s": 1.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
-_JOULES = {"j": 1.0, "kj": 1e3, "mj": 1e6, "kwh": 3.6e6, "mwh": 3.6e9}
+_KILOGRAMS = {"g": 1e-3, "kg": 1.0, "t": 1e3}
 _FLOPS_OF_CORE = 4e10
 """Peak of one core in fp32: 16 multiplications and additions at 2.5 GHz halved, since cores share units."""
 _BYTES_OF_CORE = 5e9
@@ -27,13 +26,17 @@ def parse_time(text: str) -> float:
     return _parse(text, "--within", _SECONDS, "8h, 30min or 2d")
 
 
-def parse_energy(text: str) -> float:
-    """Return the joules of an energy such as 20kwh.
+def parse_energy(energy: str | None, carbon: str | None, site: Site) -> float | None:
+    """Return the joules of a limit of energy such as 20kWh, or of carbon such as 2kg, whichever is less.
 
     Raises:
-        SettingsError: The text is no energy, or not more than 0.
+        SettingsError: One is no such amount, or not more than 0.
     """
-    return _parse(text, "--energy", _JOULES, "20kwh or 5MJ")
+    limits = [] if energy is None else [float(Joules.parse(energy))]
+    if carbon is not None:
+        kilograms = _parse(carbon, "--carbon", _KILOGRAMS, "2kg or 1.5t")
+        limits.append(kilograms / max(site.carbon_kg(1.0), 1e-300))
+    return min(limits, default=None)
 
 
 def parse_budget(text: str) -> float:
@@ -56,7 +59,11 @@ def _parse(text: str, what: str, units: dict[str, float], examples: str) -> floa
 
 
 def list_machines(
-    clusters: Sequence[tuple[str, Cluster]], num_ranks: int | None, memory: str | None, prices: Sequence[str]
+    clusters: Sequence[tuple[str, Cluster]],
+    num_ranks: int | None,
+    memory: str | None,
+    prices: Sequence[str],
+    table: str | None = None,
 ) -> tuple[Machines, ...]:
     """Return the machines on offer.
 
@@ -65,6 +72,7 @@ def list_machines(
         num_ranks: Most ranks; None: all of a cluster with a number of hosts, or one host.
         memory: Memory of a rank, with a unit; None: its device's.
         prices: Price of a host and hour of all clusters, or of each by name.
+        table: CSV file of prices of instance types; None: the shipped examples.
 
     Raises:
         SettingsError: A number is wrong, or a price is of no cluster.
@@ -72,12 +80,17 @@ def list_machines(
     memory_bytes = None if memory is None else parse_size(memory)
     if memory_bytes is not None and not memory_bytes > 0:
         raise SettingsError(f"--memory must be more than 0, but got {memory}; leave it out for the device's")
-    by_name = _parse_prices(prices, [name for name, _ in clusters])
+    given = _parse_prices(prices, [name for name, _ in clusters])
+    listed = {price.type: price for price in reversed(read_prices(table))}  # the first region of each type counts
     found = []
     for name, cluster in clusters:
         ranks = num_ranks or _count_ranks(cluster)
         cluster.check_size(ranks)
-        found.append(Machines(name, cluster, ranks, memory_bytes, by_name.get(name)))
+        price, words = given.get(name), f"{given[name]:.4g} an hour a host, as given" if name in given else ""
+        if price is None and name in listed:
+            price, words = listed[name].on_demand_per_hour, listed[name].describe(is_spot=False)
+            words = "; ".join(filter(None, (words, listed[name].warn_of_age())))
+        found.append(Machines(name, cluster, ranks, memory_bytes, price, words))
     return tuple(found)
 
 
@@ -110,7 +123,7 @@ def describe_this_machine() -> Cluster:
     """Return this machine as a cluster: its processor, whose cores and memory all ranks share.
 
     Raises:
-        SettingsError: It has a GPU, whose specification is to be named.
+        SettingsError: The machine has a GPU, whose specification is to be named.
     """
     import torch
 

@@ -12,7 +12,7 @@ from paceline.planner.choice import Choice, choose
 from paceline.planner.explain import Neighbour, WhatIf, describe_term, list_neighbours, list_what_ifs
 from paceline.planner.plan_file import Plan, PlannedMachines
 from paceline.planner.pool import MEMORY_HIGH, Pool, make_pool
-from paceline.planner.problem import Problem
+from paceline.planner.problem import PlanProblem
 from paceline.planner.space import Space, make_space
 from paceline.simulator.training.answers import answer_described
 from paceline.simulator.training.fit import Posterior
@@ -34,14 +34,14 @@ class Planned:
         space: Candidates of it.
         choice: The choice, and the front.
         answer: Answer to the chosen step, as in the contract.
-        what_ifs: What changes of the machines would bring.
+        what_ifs: Gains by changes of the machines.
         neighbours: Candidates that differ from it in one thing.
         num_pruned: Candidates that do not fit by far.
         refused: Candidates that only the model itself showed to be refused, each with the reason.
         took_s: Seconds that planning took.
     """
 
-    problem: Problem
+    problem: PlanProblem
     space: Space
     choice: Choice
     answer: dict[str, Any]
@@ -65,13 +65,13 @@ class Planned:
         return sorted(chosen, key=lambda one: float(objectives[one, 0]))
 
 
-def make_plan(problem: Problem, posterior: Posterior, trial: Trial = lambda _: "") -> Planned:
+def make_plan(problem: PlanProblem, posterior: Posterior, trial: Trial = lambda _: "") -> Planned:
     """Plan a problem.
 
     Args:
         problem: The problem.
-        posterior: What is believed of the parameters of steps.
-        trial: What training itself says of a candidate; those that it refuses are not chosen, nor shown.
+        posterior: Beliefs about the parameters of steps.
+        trial: Judgement of training itself on a candidate; those that it refuses are not chosen, nor shown.
 
     Raises:
         SettingsError: Nothing fits, or keeps the limits; the message names the nearest.
@@ -187,6 +187,7 @@ def _describe(planned: Planned, index: int) -> dict[str, Any]:
         "step_s": step_s,
         "money": money if planned.problem.has_prices else None,
         "energy_j": energy_j,
+        "carbon_kg": planned.problem.site.carbon_kg(energy_j),
         "memory_bytes": memory,
     }
 
@@ -215,11 +216,11 @@ def describe_choice(planned: Planned) -> list[str]:
     """Return the choice in words, one line each."""
     answer, terms = planned.answer, planned.answer["terms"]
     step_s, available = answer["step_s"], planned.choice.needs.available_bytes
-    memory_bytes = answer["memory_bytes"]
+    memory_bytes, machines = answer["memory_bytes"], planned.problem.machines[planned.candidate.machines]
     bound = answer["bound"]
     ordered = sorted(terms.items(), key=lambda pair: -pair[1])
     lines = [
-        f"plan: {planned.candidate.describe()} on {planned.problem.machines[planned.candidate.machines].name}",
+        f"plan: {planned.candidate.describe()} on {machines.name}",
         f"step: {step_s:.4g} s ({answer['step_s_low']:.4g} to {answer['step_s_high']:.4g}), "
         f"{planned.problem.global_batch / step_s:.4g} samples/s; {answer['energy_j'] / 1e3:.4g} kJ of all hosts",
         f"memory of a rank: {memory_bytes / 1e9:.3g} GB (up to {memory_bytes * MEMORY_HIGH / 1e9:.3g}) of "
@@ -229,6 +230,9 @@ def describe_choice(planned: Planned) -> list[str]:
     ]
     if planned.problem.num_steps is not None:
         lines.append(_describe_run(planned, planned.problem.num_steps))
+        lines.append(f"carbon: {planned.problem.site.describe_carbon()}")
+    if machines.price_words:
+        lines.append(f"price: {machines.price_words}")
     if planned.choice.ties:
         lines.append(
             f"ties with {len(planned.choice.ties)} of the nearest candidates: the difference is less than is known"
@@ -240,6 +244,7 @@ def _describe_run(planned: Planned, num_steps: int) -> str:
     step_s, money, energy_j, _ = (planned.choice.objectives[planned.choice.index] * num_steps).tolist()
     high = planned.answer["step_s_high"] * num_steps
     words = f"run of {num_steps:,} steps: {_hours(step_s)} (up to {_hours(high)}), {energy_j / 3.6e6:.4g} kWh"
+    words += f", {planned.problem.site.carbon_kg(energy_j):.3g} kgCO2e"
     words += f", {money:,.4g} in the price's currency" if planned.problem.has_prices else ""
     within_s = planned.problem.limits.within_s
     if within_s is not None and high > within_s:

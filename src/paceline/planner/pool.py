@@ -7,7 +7,7 @@ from math import exp, hypot
 import numpy as np
 
 from paceline.planner.candidate import Candidate
-from paceline.planner.problem import Problem
+from paceline.planner.problem import PlanProblem
 from paceline.simulator.training.answers import MEMORY_ROW_SPREAD, QUANTILE
 from paceline.simulator.training.batch import StepBatch, make_batch
 from paceline.simulator.training.description import Description, describe
@@ -32,7 +32,7 @@ class Needs:
 
     Args:
         candidate: The candidate.
-        description: Its step.
+        description: Step of it, as numbers.
         memory_bytes: Memory of its fullest rank.
         available_bytes: Memory that a rank may use.
     """
@@ -48,7 +48,7 @@ class Needs:
         return self.memory_bytes * MEMORY_HIGH <= self.available_bytes
 
 
-def find_needs(problem: Problem, candidate: Candidate) -> Needs:
+def find_needs(problem: PlanProblem, candidate: Candidate) -> Needs:
     """Return what a candidate needs."""
     description = describe(problem.case(candidate))
     machines = problem.machines[candidate.machines]
@@ -64,14 +64,14 @@ class Pool:
 
     Args:
         problem: The problem.
-        posterior: What is believed of the parameters of steps.
+        posterior: Beliefs about the parameters of steps.
         needs: Candidates with what they need.
         batch: Numbers of their steps.
         features: Sizes and choices by which steps are alike.
         terms: Seconds of each term of each step.
     """
 
-    problem: Problem
+    problem: PlanProblem
     posterior: Posterior
     needs: tuple[Needs, ...]
     batch: StepBatch
@@ -129,7 +129,7 @@ class Pool:
         return price_needs(self.problem, self.posterior, [self.needs[index] for index in chosen])
 
 
-def price_needs(problem: Problem, posterior: Posterior, needs: Sequence[Needs]) -> Pool:
+def price_needs(problem: PlanProblem, posterior: Posterior, needs: Sequence[Needs]) -> Pool:
     """Return candidates, priced."""
     descriptions = [one.description for one in needs]
     batch, features = make_batch(descriptions), Features(descriptions)
@@ -137,10 +137,10 @@ def price_needs(problem: Problem, posterior: Posterior, needs: Sequence[Needs]) 
 
 
 def make_pool(
-    problem: Problem,
+    problem: PlanProblem,
     posterior: Posterior,
     candidates: Sequence[Candidate],
-    find: Callable[[Problem, Candidate], Needs] = find_needs,
+    find: Callable[[PlanProblem, Candidate], Needs] = find_needs,
 ) -> tuple[Pool, Needs | None]:
     """Return the candidates that fit, or would with a quarter more memory, priced; and the one that needs least."""
     needs = [find(problem, candidate) for candidate in candidates]

@@ -8,13 +8,13 @@ from paceline.errors import SettingsError
 from paceline.planner.candidate import Candidate, Machines
 from paceline.simulator.training import Row, StepCase, make_case
 from paceline.simulator.training.contract import LayoutRow, Order, PipelineRow
-from paceline.topology import Precision
+from paceline.topology import Precision, Site
 from paceline.training.legality import ModelSizes
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What a plan must keep; None: no limit. Those of a whole run need `Problem.num_steps`.
+    """What a plan must keep; None: no limit. Those of a whole run need `PlanProblem.num_steps`.
 
     Args:
         within_s: Time of the run.
@@ -39,7 +39,7 @@ class Limits:
 
 
 @dataclass(frozen=True)
-class Problem:
+class PlanProblem:
     """What is to be planned.
 
     Args:
@@ -49,6 +49,7 @@ class Problem:
         precisions: Precisions of the forward pass to consider.
         num_steps: Steps of the run; None: not known.
         limits: Limits of the run.
+        site: Place of the machines, whose electricity has carbon.
     """
 
     row: Row
@@ -57,6 +58,7 @@ class Problem:
     precisions: tuple[str, ...]
     num_steps: int | None = None
     limits: Limits = field(default_factory=Limits)
+    site: Site = field(default_factory=Site)
 
     def __post_init__(self) -> None:
         """Refuse limits that cannot be judged."""

@@ -7,7 +7,7 @@ from functools import lru_cache
 from paceline.errors import PacelineError
 from paceline.parallel.pipeline.orders import ORDERS, OrderName
 from paceline.planner.candidate import Candidate, Division, Recompute
-from paceline.planner.problem import Problem
+from paceline.planner.problem import PlanProblem
 from paceline.sync import EveryStep
 from paceline.training.legality import check_counts, check_division, check_sizes
 
@@ -25,7 +25,7 @@ class Space:
     """Candidates of a problem.
 
     Args:
-        candidates: Those that training does not refuse.
+        candidates: Candidates that training does not refuse.
         num_refused: Number of others.
         left_out: Words on what was left out; empty if nothing was.
     """
@@ -38,7 +38,7 @@ class Space:
 class Legality:
     """What training says of candidates of a problem."""
 
-    def __init__(self, problem: Problem) -> None:
+    def __init__(self, problem: PlanProblem) -> None:
         self._problem = problem
         self._divisions: dict[Division, str] = {}
 
@@ -76,7 +76,7 @@ class Legality:
         return ""
 
 
-def make_space(problem: Problem, most: int = MOST_CANDIDATES) -> Space:
+def make_space(problem: PlanProblem, most: int = MOST_CANDIDATES) -> Space:
     """Return the candidates of a problem: on all ranks, on half of them, and so on while there are few enough."""
     legality = Legality(problem)
     found: list[Candidate] = []
@@ -102,7 +102,7 @@ def _list_ranks(most: int, devices_per_host: int) -> list[int]:
     return found
 
 
-def _list_candidates(problem: Problem, machines: int, num_ranks: int) -> Iterator[Candidate]:
+def _list_candidates(problem: PlanProblem, machines: int, num_ranks: int) -> Iterator[Candidate]:
     devices_per_host = problem.machines[machines].cluster.paths.devices_per_host
     for division in list_divisions(problem, num_ranks, devices_per_host):
         samples = -(-problem.global_batch // division.num_workers)
@@ -118,7 +118,7 @@ def _list_micro_batches(samples: int) -> tuple[int, ...]:
     return tuple(sorted({*powers, samples}))
 
 
-def list_divisions(problem: Problem, num_ranks: int, devices_per_host: int) -> Iterator[Division]:
+def list_divisions(problem: PlanProblem, num_ranks: int, devices_per_host: int) -> Iterator[Division]:
     """Yield the divisions of ranks that are considered: inner axes inside hosts, pipelines no longer than models."""
     sizes = problem.sizes
     for tensor in _divisors(num_ranks, min(devices_per_host, num_ranks) if sizes.divided is not None else 1):

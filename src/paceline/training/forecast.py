@@ -42,7 +42,7 @@ class Forecast(Settings):
     terms: dict[str, float] = Field(default={})
     """Times that add up to the step."""
     basis: str = ""
-    """Where the numbers come from: specification, published, calibrated or profile."""
+    """Origin of the numbers: specification, published, calibrated or profile."""
 
 
 class PlanWatch:
@@ -81,7 +81,7 @@ class PlanWatch:
 
         Args:
             duration_s: Time that the step took.
-            is_last: Whether it is the last one of the training.
+            is_last: Whether the training ends with it.
         """
         self._num_seen += 1
         if self._num_seen > _SKIPPED or is_last:

@@ -85,6 +85,7 @@ def log_step(session: Session, result: StepResult, num_samples: int) -> None:
     session.log_event(step)
     compare_with_plan(session, step.duration_s)
     log_reading(session)
+    session.usage.write_if_due()
     if session.resources is not None:
         for low in session.resources.look(session.checkpoint_bytes):
             session.training.log.write(low, step=session.training.step)

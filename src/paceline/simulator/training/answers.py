@@ -96,7 +96,7 @@ def answer_described(
 
     Args:
         descriptions: The steps.
-        posterior: What is believed of the parameters.
+        posterior: Beliefs about the parameters.
         memory: Logarithm of the factor on memory, and its spread; None if no memory was measured.
     """
     memory = _correct_memory(()) if memory is None else memory
