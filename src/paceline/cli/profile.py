@@ -110,6 +110,11 @@ def _print(made: "Profile") -> None:
         forward, backward = model.forward_s[index], model.backward_s[index]
         typer.echo(f"{model.title}, {samples} samples: forward {ms * forward:.4g} ms, backward {ms * backward:.4g} ms")
     typer.echo(f"update {ms * model.optimizer_s:.4g} ms; else {ms * model.overhead_s:.3g} ms a step")
+    predicted_s = sum(made.predict(model.samples[0], made.num_workers).values())
+    typer.echo(
+        f"a step of all workers: {ms * model.step_s:.4g} ms; from its parts {ms * predicted_s:.4g} ms "
+        f"({predicted_s / model.step_s - 1:+.0%})"
+    )
     for link in made.links:
         one, other = link.ranks
         speed = f"{8 * link.bytes_per_s / 1e9:.3g} Gbit/s"

@@ -94,56 +94,81 @@ def _measure_launch() -> float:
 
 
 def _measure_model(run: Run, splits: Splits, samples: int, group: Group) -> dict[str, Any]:
-    """Return the times of a step without exchanges, for two sizes of a micro-batch, while all workers compute.
+    """Return the times of a step, by its parts and whole, for two sizes of a micro-batch, while all workers compute.
 
     Sizes and whole steps take turns, so that what else runs on the machine slows all of them alike, and the quickest
     quarter of each counts.
     """
-    module, trained = (build_model(run, splits, group).train() for _ in range(2))
-    parameters = [p for p in module.parameters() if p.requires_grad]
-    blocks = find_recomputable(module)
-    sizes = (samples, 2 * samples)
-    batches = [_make_batch(splits, size) for size in sizes]
-    alone = group.subgroup([group.rank], "profile")
-    replica = Replica(
-        trained, run.optimizer.build(trained), group=alone, clip_norm=run.clip_norm, precision=run.precision
-    )
-    forwards: tuple[list[float], ...] = ([], [])
-    backwards: tuple[list[float], ...] = ([], [])
-    updates: list[float] = []
-    rests: list[float] = []
-    with _timed_blocks(blocks) as times:
-        group.barrier()
-        began_s = time.perf_counter()
-        while time.perf_counter() - began_s < _MODEL_S or len(updates) < _LEAST_ROUNDS:
-            for index, batch in enumerate(batches):
-                times.is_on = index == 1
-                forward_s, backward_s = _run_micro_batch(run, module, batch)
-                times.end()
-                forwards[index].append(forward_s)
-                backwards[index].append(backward_s)
-                for parameter in parameters:
-                    parameter.grad = None
-            compute_s, update_s = _run_step(run, replica, batches[0])
-            updates.append(update_s)
-            rests.append(compute_s - forwards[0][-1] - backwards[0][-1])
-    return {
-        "samples": sizes,
-        "num_bytes": float(sum(p.nbytes for p in parameters)),
-        "forward_s": [_quick(one[1:]) for one in forwards],
-        "backward_s": [_quick(one[1:]) for one in backwards],
-        "optimizer_s": _quick(updates[1:]),
-        "overhead_s": max(0.0, median(rests[1:])),
-        "blocks": [
-            {
-                "name": name,
-                "num_bytes": float(sum(p.nbytes for p in block.parameters() if p.requires_grad)),
-                "forward_s": _quick(times.forward.get(name, [0.0])),
-                "backward_s": _quick(times.backward.get(name, [0.0])),
-            }
-            for name, block in blocks.items()
-        ],
-    }
+    meter = _ModelMeter(run, splits, samples, group)
+    group.barrier()
+    began_s = time.perf_counter()
+    meter.take_turn()
+    longest_s = max(group.gather_documents(time.perf_counter() - began_s, name="profile"))
+    meter.forget()
+    for _ in range(min(_MOST_REPEATS, max(_LEAST_ROUNDS, int(_MODEL_S / longest_s)))):
+        meter.take_turn()
+    return meter.collect()
+
+
+class _ModelMeter:
+    """A model's micro-batches, a replica's steps alone, and its steps with all workers, one after another."""
+
+    def __init__(self, run: Run, splits: Splits, samples: int, group: Group) -> None:
+        self._run = run
+        self._module, trained, shared = (build_model(run, splits, group).train() for _ in range(3))
+        self._blocks = find_recomputable(self._module)
+        self._sizes = (samples, 2 * samples)
+        self._batches = [_make_batch(splits, size) for size in self._sizes]
+        groups = (group.subgroup([group.rank], "profile"), group)
+        self._alone, self._shared = (
+            Replica(one, run.optimizer.build(one), group=of, clip_norm=run.clip_norm, precision=run.precision)
+            for one, of in zip((trained, shared), groups, strict=True)
+        )
+        self.forget()
+
+    def forget(self) -> None:
+        """Drop all times."""
+        self._forwards: tuple[list[float], ...] = ([], [])
+        self._backwards: tuple[list[float], ...] = ([], [])
+        self._updates: list[float] = []
+        self._rests: list[float] = []
+        self._steps: list[float] = []
+        self._times = _Times()
+
+    def take_turn(self) -> None:
+        """Time each once; every worker does as often."""
+        for index, batch in enumerate(self._batches):
+            with self._times.noting(self._blocks if index else {}):
+                forward_s, backward_s = _run_micro_batch(self._run, self._module, batch)
+            self._forwards[index].append(forward_s)
+            self._backwards[index].append(backward_s)
+            self._module.zero_grad()
+        compute_s, update_s = _run_step(self._run, self._alone, self._batches[0])
+        self._updates.append(update_s)
+        self._rests.append(compute_s - self._forwards[0][-1] - self._backwards[0][-1])
+        self._steps.append(sum(_run_step(self._run, self._shared, self._batches[0])))
+
+    def collect(self) -> dict[str, Any]:
+        """Return the times."""
+        parameters = [p for p in self._module.parameters() if p.requires_grad]
+        return {
+            "samples": self._sizes,
+            "num_bytes": float(sum(p.nbytes for p in parameters)),
+            "forward_s": [_quick(one) for one in self._forwards],
+            "backward_s": [_quick(one) for one in self._backwards],
+            "optimizer_s": _quick(self._updates),
+            "overhead_s": max(0.0, median(self._rests)),
+            "step_s": _quick(self._steps),
+            "blocks": [
+                {
+                    "name": name,
+                    "num_bytes": float(sum(p.nbytes for p in block.parameters() if p.requires_grad)),
+                    "forward_s": _quick(self._times.forward.get(name, [0.0])),
+                    "backward_s": _quick(self._times.backward.get(name, [0.0])),
+                }
+                for name, block in self._blocks.items()
+            ],
+        }
 
 
 def _quick(times: Sequence[float]) -> float:
@@ -179,12 +204,22 @@ class _Times:
     """Times of blocks: of forward by their calls, of backward by when gradients of outputs are there."""
 
     def __init__(self) -> None:
-        self.is_on = False
-        """Whether what runs is noted."""
         self.forward: dict[str, list[float]] = {}
         self.backward: dict[str, list[float]] = {}
         self._began_s = 0.0
         self._last: tuple[str, float] | None = None
+
+    @contextmanager
+    def noting(self, blocks: Mapping[str, nn.Module]) -> Iterator[None]:
+        """Inside, forward and backward of blocks are timed."""
+        handles = [block.register_forward_pre_hook(self.begin) for block in blocks.values()]
+        handles += [block.register_forward_hook(self.leave(name)) for name, block in blocks.items()]
+        try:
+            yield
+        finally:
+            self.end()
+            for handle in handles:
+                handle.remove()
 
     def begin(self, module: nn.Module, args: Any) -> None:
         """Note that a block begins."""
@@ -207,26 +242,12 @@ class _Times:
         """Return a hook of a block's end."""
 
         def hook(module: nn.Module, args: Any, output: Any) -> None:
-            if not self.is_on:
-                return
             self.forward.setdefault(name, []).append(time.perf_counter() - self._began_s)
             first = output[0] if isinstance(output, tuple | list) else output
             if isinstance(first, Tensor) and first.requires_grad:
                 first.register_hook(lambda grad: self.reach(name))
 
         return hook
-
-
-@contextmanager
-def _timed_blocks(blocks: Mapping[str, nn.Module]) -> Iterator[_Times]:
-    times = _Times()
-    handles = [block.register_forward_pre_hook(times.begin) for block in blocks.values()]
-    handles += [block.register_forward_hook(times.leave(name)) for name, block in blocks.items()]
-    try:
-        yield times
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def _measure_exchange(num_bytes: int, group: Group) -> list[float]:

@@ -28,7 +28,7 @@ def make(*, wall_s=0.0, cpu_s=0.0, num_workers=2, num_cores=2, num_bytes=8 * MIB
     blocks = [ProfiledBlock(name=str(i), num_bytes=num_bytes / 2, forward_s=0.1, backward_s=0.2) for i in range(2)]
     model = ProfiledModel(
         digest=digest, title="model", samples=(4, 8), forward_s=(0.1, 0.2), backward_s=(0.2, 0.4), optimizer_s=0.03,
-        overhead_s=0.01, num_bytes=num_bytes, blocks=tuple(blocks),
+        overhead_s=0.01, step_s=0.34, num_bytes=num_bytes, blocks=tuple(blocks),
     )  # fmt: skip
     return Profile(
         machine=ProfiledMachine(host="h", processor="p", num_cores=num_cores, torch="t"),

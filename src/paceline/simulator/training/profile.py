@@ -103,6 +103,8 @@ class ProfiledModel(Settings):
     """Time of clipping and the optimizer."""
     overhead_s: Seconds
     """Time that a step of the replica takes beside these, with nobody to exchange with."""
+    step_s: Seconds
+    """Time of a whole step of all workers with the smaller micro-batch, exchanges included."""
     num_bytes: float = Field(gt=0)
     """Bytes of all gradients."""
     blocks: tuple[ProfiledBlock, ...]
