@@ -31,6 +31,8 @@ NOT_RUN = {
     "paceline clusters dgx_h100 > mine.json": "the same",
     "paceline prices": "tests/cli/test_prices_command.py",
     "paceline prices --csv grid > mine.csv": "the same",
+    "paceline profile transformer_lm --workers 2 --out profile.json": "tests/planner/test_profiling.py",
+    "paceline simulate training transformer_lm --profile profile.json --ranks 1,2,4": "the same",
     "paceline simulate training --spec in.json --json out.json": "rows of the reader's: tests/simulator/training",
     "paceline simulate training --spec in.json --calibrate measured.json --json out.json": "the same",
     "paceline plan mine.py:run": "tests/cli/test_plan_command.py, as all commands that plan",

@@ -43,6 +43,7 @@ def simulate(
     json_file: Annotated[Path | None, typer.Option("--json", help="New file for all points, as JSON.")] = None,
     spec: Annotated[Path | None, typer.Option(help="With training: rows of steps to price, as JSON.")] = None,
     calibrate: Annotated[Path | None, typer.Option(help="With training: measured rows that correct them.")] = None,
+    profile: Annotated[Path | None, typer.Option(help="With training: a file of `paceline profile`.")] = None,
 ) -> None:
     """Predict times of a collective by algorithm and ranks, and the scaling of training that waits for it.
 
@@ -62,7 +63,7 @@ def simulate(
         return
     if collective == "training":
         if recipe is None:
-            simulate_training(spec, calibrate, json_file)
+            simulate_training(spec, calibrate, json_file, profile)
             return
         if spec is not None:
             raise SettingsError(f"--spec must be given without a recipe, but got {recipe}; leave one out")
@@ -70,12 +71,14 @@ def simulate(
         from paceline.cli.simulate_scaling import include_last, simulate_scaling
 
         numbers = include_last(ranks, parse_ranks(ranks))
-        simulate_scaling(recipe, parse_pairs(context.args), numbers, calibrate, picture, json_file)
+        simulate_scaling(recipe, parse_pairs(context.args), numbers, calibrate, picture, json_file, profile)
         return
     if recipe is not None:
         raise SettingsError(f"a recipe must be with training, but got {recipe} with {collective}; leave it out")
-    if spec is not None or calibrate is not None:
-        raise SettingsError(f"--spec and --calibrate must be with training, but got {collective}; leave them out")
+    if spec is not None or calibrate is not None or profile is not None:
+        raise SettingsError(
+            f"--spec, --calibrate and --profile must be with training, but got {collective}; leave them out"
+        )
     _check_files(picture, json_file)
     scaling = _make_scaling(
         parse_pairs(context.args), collective, parse_ranks(ranks), num_bytes, compute_s, overlap, pace

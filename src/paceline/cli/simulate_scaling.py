@@ -24,6 +24,7 @@ def simulate_scaling(
     calibrate: Path | None,
     picture: Path | None,
     json_file: Path | None,
+    profile_file: Path | None = None,
 ) -> None:
     """Predict a recipe's run on each number of ranks; print the curves, draw `picture` and write `json_file`.
 
@@ -31,19 +32,23 @@ def simulate_scaling(
         SettingsError: The recipe, the cluster or a setting is wrong, or nothing can be predicted.
     """
     from paceline.cli.prepare import make_run
+    from paceline.cli.profile import read_profile
     from paceline.cli.simulate_training import read_measured
     from paceline.planner.scaling import predict_scaling
     from paceline.planner.workload import trace_workload
     from paceline.simulator.training.answers import find_posterior
 
     of_cluster = [pair for pair in pairs if pair[0].partition(".")[0] == "cluster"]
-    cluster = _find_cluster(of_cluster)
+    profile = None if profile_file is None else read_profile(profile_file)
+    if profile is not None and of_cluster:
+        raise SettingsError("--cluster must be left out with --profile, which is of this machine; leave one out")
+    cluster = _find_cluster(of_cluster) if profile is None else profile.cluster
     run = make_run(recipe, [pair for pair in pairs if pair not in of_cluster])
     splits = run.open_data()
     on_cpu = cluster.device is not None and cluster.device.is_host
     shape = trace_workload(run, splits, on_cpu=on_cpu)
     posterior = find_posterior(read_measured(calibrate))
-    scaling = predict_scaling(run, shape, run.count_steps(splits), cluster, num_ranks, posterior)
+    scaling = predict_scaling(run, shape, run.count_steps(splits), cluster, num_ranks, posterior, profile)
     title = f"{shape.title} of {shape.num_parameters:,.0f} parameters on {cluster.name}"
     if picture is not None:
         from paceline.simulator.picture import draw_curves

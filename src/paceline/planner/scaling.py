@@ -16,6 +16,8 @@ from paceline.simulator.training.case import explain_refusal
 from paceline.simulator.training.contract import LayoutRow, PipelineRow
 from paceline.simulator.training.fit import Posterior
 from paceline.simulator.training.likeness import Features
+from paceline.simulator.training.profile import Profile, spread_of
+from paceline.simulator.training.profiled import apply_profile, find_misfit
 from paceline.sync import EveryStep
 from paceline.topology import Cluster
 from paceline.topology.cluster import Floats
@@ -43,8 +45,8 @@ class ScalingPoint:
         bound: Largest term of a step.
         memory_bytes: Memory of the fullest rank, and its upper end.
         fits: Whether a device has that.
-        basis: What the prediction rests on.
-        assumed: What nothing said.
+        basis: Source of the prediction: specification, published, calibrated or profile.
+        assumed: Names of what nothing said.
     """
 
     way: Way
@@ -80,7 +82,13 @@ class RunScaling:
 
 
 def predict_scaling(
-    run: Run, shape: TracedShape, num_steps: int, cluster: Cluster, num_ranks: Sequence[int], posterior: Posterior
+    run: Run,
+    shape: TracedShape,
+    num_steps: int,
+    cluster: Cluster,
+    num_ranks: Sequence[int],
+    posterior: Posterior,
+    profile: Profile | None = None,
 ) -> RunScaling:
     """Return the curves of a run over numbers of ranks.
 
@@ -89,14 +97,15 @@ def predict_scaling(
 
     Args:
         run: The run.
-        shape: Its model, traced.
+        shape: Trace of its model.
         num_steps: Steps of it.
         cluster: Cluster of the ranks.
         num_ranks: Numbers of ranks.
-        posterior: What is believed of the parameters of steps.
+        posterior: Estimate of the parameters of steps, with its uncertainty.
+        profile: Profile of the model on this cluster, if there is one: times are then measured ones.
 
     Raises:
-        SettingsError: The run cannot be priced, on any of these.
+        SettingsError: The profile is of another model or way to train, or the run cannot be priced, on any of these.
     """
     _check(run)
     fewest = max(min(num_ranks), run.layout.ranks_of_worker * run.layout.workers_of_replica)
@@ -117,6 +126,11 @@ def predict_scaling(
     steps = [alone, *(description for _, _, description in described)]
     answers = answer_described(steps, posterior)
     spreads = _ratio_spreads(steps, posterior)
+    if profile is not None:
+        if misfit := find_misfit(alone.case, profile) or find_misfit(steps[-1].case, profile):
+            raise SettingsError(f"--profile must be of the run, but {misfit}; profile it anew, or leave it out")
+        answers = [apply_profile(answer, step.case, profile) for answer, step in zip(answers, steps, strict=True)]
+        spreads = np.array([spread_of(profile, step.case.num_workers) for step in steps])
     num_samples = num_steps * run.global_batch
     rate = of_worker / answers[0]["step_s"]
     points = []

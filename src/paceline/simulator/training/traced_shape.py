@@ -252,10 +252,11 @@ class TracedShape(ModelShape):
     @cached_property
     def tensor_divisor(self) -> int:
         """Number that the tensor ranks must divide, or nothing can be split evenly: 1 if nothing can be shared."""
-        divided = [product.divided for product in self._list_products()]
+        divided = [product.divided for product in self.list_products()]
         return gcd(*(round(length) for length in divided if length is not None))
 
-    def _list_products(self) -> Iterator[TracedProduct]:
+    def list_products(self) -> Iterator[TracedProduct]:
+        """Yield the products of all places, forward and backward."""
         places: tuple[TracedBlock | TracedEnds, ...] = (*self.blocks, self.ends)
         for place in places:
             yield from place.forward.products
