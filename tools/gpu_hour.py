@@ -67,6 +67,7 @@ ALONE += '"offload optimizer", "offload both", "sgd", "adafactor", "adamw_8bit"]
 PLAN = (
     Stage("test-cuda", ("tests/gpu/test_cuda.py",), 180),
     Stage("test-codecs", ("tests/gpu/test_cuda_dense_kernels.py", "tests/gpu/test_cuda_top_k.py"), 240),
+    Stage("test-energy", ("tests/gpu/test_cuda_energy.py",), 60),
     Stage("test-rules", ("tests/sync/test_rules_on_a_device.py",), 180),
     Stage("throughput-small", _lm(384, 7, 6, 32), 150),
     Stage("codecs", ("codecs", "--device", "cuda"), 90),

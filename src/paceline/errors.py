@@ -30,6 +30,10 @@ class MissingExtraError(PacelineError, ImportError):
     """A feature needs a package that an extra of Paceline installs."""
 
 
+class BudgetError(PacelineError):
+    """The budget of a run is spent; what was trained is saved."""
+
+
 class DataError(PacelineError):
     """Training data is missing, empty, damaged or of the wrong type."""
 

@@ -29,8 +29,28 @@ NOT_RUN = {
     "paceline checkpoint diff runs/first --which 300 runs/first --other 400": "two that differ: tests/cli",
     "paceline clusters": "tests/cli/test_clusters_command.py",
     "paceline clusters dgx_h100 > mine.json": "the same",
+    "paceline prices": "tests/cli/test_prices_command.py",
+    "paceline prices --csv grid > mine.csv": "the same",
+    "paceline profile transformer_lm --workers 2 --out profile.json": "tests/planner/test_profiling.py",
+    "paceline simulate training transformer_lm --profile profile.json --ranks 1,2,4": "the same",
     "paceline simulate training --spec in.json --json out.json": "rows of the reader's: tests/simulator/training",
     "paceline simulate training --spec in.json --calibrate measured.json --json out.json": "the same",
+    "paceline plan mine.py:run": "tests/cli/test_plan_command.py, as all commands that plan",
+    **dict.fromkeys(
+        (
+            "paceline plan mine.py:run --cluster dgx_h100 --num_ranks 64",
+            "paceline plan mine.py:run --cluster mine.json",
+            "paceline plan mine.py:run --cluster dgx_h100 --cluster dgx_a100 --num_ranks 16 --price dgx_h100=98.3 "
+            "--price dgx_a100=40.9",
+            'paceline plan --model {"name":"decoder","num_layers":40,"width":6144} '
+            "--cluster dgx_h100 --num_ranks 64 --global_batch 1024",
+            "paceline plan mine.py:run --cluster dgx_a100 --num_ranks 16 --memory 24GB",
+            "paceline plan mine.py:run --cluster dgx_a100 --num_ranks 16 --within 8h",
+            "paceline plan mine.py:run --cluster dgx_a100 --num_ranks 16 --price 40.9 --budget 50usd",
+            "paceline plan mine.py:run --cluster dgx_a100 --num_ranks 16 --energy 20kWh",
+        ),
+        "the same",
+    ),
     "paceline data index photos": "photos of the reader's: tests/cli/test_data_command.py",
     "paceline data check photos": "the same",
     "paceline data prepare photos shards --format tar --shard_bytes 64MB": "the same",
@@ -39,7 +59,7 @@ NOT_RUN = {
         "own_loop.py is run without"
     ),
 }
-OPTIONS = ("--workers", "--out", "--max-restarts", "--resume")
+OPTIONS = ("--workers", "--out", "--max-restarts", "--resume", "--plan")
 """Options of `paceline train` and `paceline memory` that are no settings of a run, and have a value."""
 FLAGS = ("--go_on",)
 SAME = {"train mine.py:run --out /shared/runs/first --go_on": "train mine.py:run --out runs/first --go_on"}
@@ -143,6 +163,8 @@ def test_a_run_trains(words, after_a_run, run_here):
     if ELSEWHERE.intersection(words):
         pytest.skip("it needs data of the reader's: tests/cli/test_data_command.py, tests/data/test_packing.py")
     recipe, options, overrides = part_options(words)
+    if "--plan" in options:
+        pytest.skip("it needs a plan: tests/cli/test_plan_command.py")
     if "model.safetensors" in words:
         assert run_here("export", "runs/first", "--to", "model.safetensors").returncode == 0
     run = make_run(recipe, parse_pairs(overrides))

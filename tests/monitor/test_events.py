@@ -34,6 +34,7 @@ BY_ANNOTATION: dict[Any, st.SearchStrategy[Any]] = {
     list[Float]: st.lists(st.floats(), max_size=3),
     dict[str, Float] | None: st.none() | st.dictionaries(TEXTS, st.floats(), max_size=3),
     dict[str, Float]: st.dictionaries(TEXTS, st.floats(), max_size=3),
+    dict[str, str]: st.dictionaries(TEXTS, TEXTS, max_size=3),
     dict[str, Any]: st.dictionaries(TEXTS, JSON, max_size=3),
 }
 
@@ -63,6 +64,7 @@ def test_there_is_a_class_for_every_kind() -> None:
         "batch_changed",
         "bucket_exchanged",
         "bucket_size_chosen",
+        "budget_spent",
         "checkpoint_interval_chosen",
         "checkpoint_saved",
         "checkpoint_skipped",
@@ -78,10 +80,12 @@ def test_there_is_a_class_for_every_kind() -> None:
         "memory_measured",
         "model_grown",
         "pipeline_measured",
+        "plan_compared",
         "preempted",
         "readers_chosen",
         "replicas_healed",
         "resource_low",
+        "resources_used",
         "restarted",
         "rolled_back",
         "run_finished",

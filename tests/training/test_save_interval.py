@@ -10,7 +10,8 @@ from paceline.checkpoint import Checkpoint, CheckpointStore
 from paceline.errors import CommunicationError, SettingsError
 from paceline.monitor import EventLog
 from paceline.monitor.events import CheckpointIntervalChosen, CheckpointSaved, Restarted, RunStarted, StepFinished
-from paceline.training.save_interval import SaveInterval, estimate_failures_per_day, find_optimal_interval_s
+from paceline.simulator.failures import find_optimal_interval_s
+from paceline.training.save_interval import SaveInterval, estimate_failures_per_day
 from plain_functions import build_linear, make_points_run, parameters_of, read, train_here
 
 

@@ -1,4 +1,4 @@
-"""Layer 9: measurements, as ratios within one run."""
+"""Layer 10: measurements, as ratios within one run."""
 
 from paceline.benchmarks.base import Benchmark, BenchmarkRow
 from paceline.benchmarks.buckets import BucketsBenchmark

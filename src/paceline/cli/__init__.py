@@ -1,4 +1,4 @@
-"""Layer 10: the command line, one file per command."""
+"""Layer 11: the command line, one file per command."""
 
 from paceline.cli.main import main
 

@@ -16,6 +16,9 @@ from paceline.cli.evaluate import evaluate, find_trained
 from paceline.cli.export import export
 from paceline.cli.memory import memory
 from paceline.cli.overrides_command import OverridesCommand
+from paceline.cli.plan import plan
+from paceline.cli.prices import prices
+from paceline.cli.profile import profile
 from paceline.cli.recipes import find_run, recipes
 from paceline.cli.report import report
 from paceline.cli.scale import ScaleCommand, scale
@@ -65,8 +68,11 @@ for module, command in (
 ):
     app.command(cls=OverridesCommand.of(module.find_settings))(command)
 app.command(cls=OverridesCommand.of(find_run))(memory)
+app.command(cls=OverridesCommand.of(find_run))(plan)
+app.command(cls=OverridesCommand.of(find_run))(profile)
 app.command()(recipes)
 app.command()(clusters)
+app.command()(prices)
 app.add_typer(checkpoint.commands, name="checkpoint")
 app.add_typer(data.commands, name="data")
 

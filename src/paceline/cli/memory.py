@@ -22,9 +22,10 @@ def memory(
     `paceline memory transformer_lm --model.width 2048 --model.num_layers 20 --memory.recompute full`.
     """
     from paceline.cli.overrides import parse_pairs
-    from paceline.cli.prepare import check_workers, make_run
+    from paceline.cli.prepare import make_run
     from paceline.memory import available_bytes, guess_device
     from paceline.training.memory_fit import estimate
+    from paceline.training.rehearsal import check_workers
 
     run = make_run(recipe, parse_pairs(context.args))
     workers = workers or run.layout.default_workers

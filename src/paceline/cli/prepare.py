@@ -13,22 +13,23 @@ from pydantic import ValidationError
 from paceline.checkpoint import Checkpoint, CheckpointStore
 from paceline.cli.changes import list_differences
 from paceline.cli.overrides import apply_overrides
+from paceline.cli.plans import keep_plan
 from paceline.data.base import Splits
-from paceline.data.division import check_shares
 from paceline.errors import MissingExtraError, SettingsError, StorageError, storing
 from paceline.launch.worker import load_run
 from paceline.memory import available_bytes, guess_device
 from paceline.memory.absent_group import AbsentGroup
 from paceline.monitor.events import MemoryEstimated, RunFinished, RunStarted
 from paceline.monitor.log import EventLog
-from paceline.monitor.reader import read_log, select
+from paceline.monitor.reader import read_log, select, summarise
+from paceline.planner.plan_file import Plan
 from paceline.recipes import RECIPES, find_recipe
 from paceline.registry import explain
 from paceline.training.best import BestSoFar
-from paceline.training.compiling import check_compiler
+from paceline.training.budget import check_resumed
 from paceline.training.loading import make_loader
 from paceline.training.memory_fit import check_fit
-from paceline.training.rehearsal import RehearsalError, check_batch_norm_sizes, check_shards, outline
+from paceline.training.rehearsal import RehearsalError, check_batch_norm_sizes, check_workers, outline
 from paceline.training.run import Run
 from paceline.training.run_file import RunFile
 
@@ -69,43 +70,14 @@ def changes_run(directory: Path, num_workers: int | None, overrides: list[tuple[
     return num_workers not in (None, file.num_workers) or apply_overrides(begun, overrides) != begun
 
 
-def check_workers(run: Run, num_workers: int) -> Splits:
-    """Check at once what every worker would refuse later, and return the data.
-
-    Raises:
-        SettingsError: Workers, global batch and shares do not fit, or the compiler is missing; the model does not fit
-            the layout; a function lacks an argument; or steps cannot be counted.
-        DataError: The data cannot be opened.
-    """
-    layout = run.layout
-    shared = f"sharded({layout.sharded})" + (f" * expert({layout.expert})" if layout.expert > 1 else "")
-    of_replica = layout.workers_of_replica
-    if layout.data is not None and num_workers != layout.data * of_replica:
-        raise SettingsError(
-            f"the number of workers must be data({layout.data}) * {shared} = {layout.data * of_replica}, but got "
-            f"{num_workers}; give --workers {layout.data * of_replica}"
-        )
-    if num_workers % of_replica:
-        raise SettingsError(
-            f"the number of workers must be a multiple of {shared}, but got {num_workers}; give "
-            f"--workers {-(-num_workers // of_replica) * of_replica}"
-        )
-    if run.global_batch < num_workers:
-        raise SettingsError(
-            f"global_batch must be at least the number of workers, but got {run.global_batch} for {num_workers} "
-            "workers; raise --global_batch or lower --workers"
-        )
-    check_shares(run.fixed_shares, num_workers)
-    check_compiler(run.compiler, guess_device(num_workers * layout.ranks_of_worker))
-    run.check_functions()
-    splits = run.open_data()
-    run.count_steps(splits)
-    check_shards(run, splits)
-    return splits
-
-
 def prepare_new(
-    recipe: str, num_workers: int | None, out: Path | None, overrides: list[tuple[str, str]], *, launch: str = ""
+    recipe: str,
+    num_workers: int | None,
+    out: Path | None,
+    overrides: list[tuple[str, str]],
+    *,
+    launch: str = "",
+    plan: Plan | None = None,
 ) -> tuple[Path, RunFile]:
     """Make the directory of a new run, by default with two workers, or as many as its layout needs.
 
@@ -114,6 +86,8 @@ def prepare_new(
     """
     recipe = absolute_recipe(recipe)
     run = make_run(recipe, overrides)
+    if plan is not None:
+        plan.check(run, recipe)
     if num_workers is None:
         num_workers = run.layout.default_workers
     if run.num_threads is None:
@@ -139,19 +113,25 @@ def prepare_new(
                 directory.rmdir()
         raise
     _log_memory(directory, needed)
+    keep_plan(directory, plan)
     return directory, file
 
 
-def prepare_resumed(directory: Path, num_workers: int | None, overrides: list[tuple[str, str]]) -> tuple[Path, RunFile]:
+def prepare_resumed(
+    directory: Path, num_workers: int | None, overrides: list[tuple[str, str]], plan: Plan | None = None
+) -> tuple[Path, RunFile]:
     """Prepare to resume a run, with another number of workers or other settings if requested, which are printed.
 
     Raises:
         SettingsError: `directory` holds no run, the run is finished, or settings are invalid.
+        BudgetError: The budget of the run is spent.
     """
     directory = directory.absolute()
     file = RunFile.load(directory)
     begun = load_run(file)
     run = apply_overrides(begun, overrides)
+    if plan is not None:
+        plan.check(run, file.recipe)
     workers = num_workers or file.num_workers
     has_checkpoint = bool(CheckpointStore(directory / "checkpoints").list_checkpoints())
     if run.initial not in (None, begun.initial) and has_checkpoint:
@@ -159,6 +139,7 @@ def prepare_resumed(directory: Path, num_workers: int | None, overrides: list[tu
             f"a resumed run must go on with its own weights, but got --initial {run.initial.path} for {directory}, "
             "which has a checkpoint; leave it out, or begin a new run in another --out"
         )
+    check_resumed(run.budget, run.site, directory / "events.jsonl")
     fitted = run.fit_workers(workers)
     splits = check_workers(fitted, workers)
     needed = _check_memory(fitted, splits, workers)
@@ -183,6 +164,7 @@ def prepare_resumed(directory: Path, num_workers: int | None, overrides: list[tu
     if resumed != file:
         resumed.save(directory)
     _log_memory(directory, needed)
+    keep_plan(directory, plan, is_changed=resumed != file)
     return directory, resumed
 
 
@@ -253,9 +235,12 @@ def _count_starts(directory: Path) -> int:
 
 
 def write_report(directory: Path) -> None:
-    """Write the report of a run and print its path."""
+    """Print what a run has used, write its report and print its path."""
     from paceline.monitor.report import write_report
+    from paceline.monitor.usage import describe_usage
 
+    for sentence in describe_usage(summarise(read_log(directory / "events.jsonl"))):
+        typer.echo(sentence)
     try:
         picture, page = write_report(directory)
     except (MissingExtraError, StorageError) as error:  # the run is finished nevertheless

@@ -16,6 +16,7 @@ def report(
     from paceline.monitor.reader import read_log, summarise
     from paceline.monitor.report import write_report
     from paceline.monitor.report_sections import describe_stragglers
+    from paceline.monitor.usage import describe_usage
 
     summary = summarise(read_log(run / "events.jsonl"))
     picture, page = write_report(run)
@@ -24,7 +25,7 @@ def report(
         typer.echo(f"timeline: {run / 'timeline.png'}\n{describe_step(summary.typical_steps[0])}")
     if summary.pipeline_steps:
         typer.echo(f"pipeline: {run / 'pipeline.png'}\n{describe_pipeline(summary.pipeline_steps)}")
-    for sentence in describe_stragglers(summary):
+    for sentence in (*describe_stragglers(summary), *describe_usage(summary)):
         typer.echo(sentence)
     if tensorboard is not None:
         from paceline.errors import storing

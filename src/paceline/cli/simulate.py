@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from paceline.cli.simulate_studies import STUDIES, find_study, simulate_study
 from paceline.cli.simulate_training import simulate_training
 from paceline.errors import SettingsError, storing
 
@@ -21,8 +22,14 @@ if TYPE_CHECKING:
 def simulate(
     context: typer.Context,
     collective: Annotated[
-        str, typer.Argument(help="all-reduce, reduce-scatter, all-gather, broadcast, all-to-all, or training.")
+        str,
+        typer.Argument(
+            help="all-reduce, reduce-scatter, all-gather, broadcast, all-to-all; or training, failures, ownership."
+        ),
     ],
+    recipe: Annotated[
+        str | None, typer.Argument(help="With training: a recipe's name, or your own: file.py:function.")
+    ] = None,
     ranks: Annotated[str, typer.Option(help="Ranks: 2:1024 doubles from 2 to 1024; 3,6,12 is a list.")] = "2:64",
     algorithms: Annotated[str | None, typer.Option(help="Algorithms, with commas; by default all that fit.")] = None,
     num_bytes: Annotated[str, typer.Option("--bytes", help="Size of the buffer: 100MB, 64MiB, 4096.")] = "100MB",
@@ -36,10 +43,14 @@ def simulate(
     json_file: Annotated[Path | None, typer.Option("--json", help="New file for all points, as JSON.")] = None,
     spec: Annotated[Path | None, typer.Option(help="With training: rows of steps to price, as JSON.")] = None,
     calibrate: Annotated[Path | None, typer.Option(help="With training: measured rows that correct them.")] = None,
+    profile: Annotated[Path | None, typer.Option(help="With training: a file of `paceline profile`.")] = None,
 ) -> None:
     """Predict times of a collective by algorithm and ranks, and the scaling of training that waits for it.
 
-    `simulate training --spec IN.json --json OUT.json` prices whole training steps: time, memory and energy.
+    `simulate training mine.py:run --cluster dgx_h100 --ranks 8:1024` predicts a run on more and more ranks; its
+    settings can be overridden. `simulate training --spec IN.json --json OUT.json` prices rows of training steps.
+    `simulate failures` says what failures and preemptions do to a long run, and how often to save; `simulate ownership`
+    compares hosts that are bought with rented ones. `simulate failures --help` lists their settings.
 
     The cluster is chosen by name, `--cluster fat_tree`, and each setting of it can be overridden:
     `--cluster.bandwidth 25gbit --cluster.oversubscription 2`.
@@ -47,11 +58,27 @@ def simulate(
     from paceline.cli.overrides import parse_pairs
     from paceline.simulator.picture import draw_scaling
 
-    if collective == "training":
-        simulate_training(spec, calibrate, json_file)
+    if collective in STUDIES:
+        simulate_study(collective, context.args, json_file)
         return
-    if spec is not None or calibrate is not None:
-        raise SettingsError(f"--spec and --calibrate must be with training, but got {collective}; leave them out")
+    if collective == "training":
+        if recipe is None:
+            simulate_training(spec, calibrate, json_file, profile)
+            return
+        if spec is not None:
+            raise SettingsError(f"--spec must be given without a recipe, but got {recipe}; leave one out")
+        _check_files(picture, json_file)
+        from paceline.cli.simulate_scaling import include_last, simulate_scaling
+
+        numbers = include_last(ranks, parse_ranks(ranks))
+        simulate_scaling(recipe, parse_pairs(context.args), numbers, calibrate, picture, json_file, profile)
+        return
+    if recipe is not None:
+        raise SettingsError(f"a recipe must be with training, but got {recipe} with {collective}; leave it out")
+    if spec is not None or calibrate is not None or profile is not None:
+        raise SettingsError(
+            f"--spec, --calibrate and --profile must be with training, but got {collective}; leave them out"
+        )
     _check_files(picture, json_file)
     scaling = _make_scaling(
         parse_pairs(context.args), collective, parse_ranks(ranks), num_bytes, compute_s, overlap, pace
@@ -101,7 +128,9 @@ def parse_bandwidths(text: str) -> list[float]:
 
 
 def find_settings(arguments: Sequence[str] = ()) -> "Settings":
-    """Return the settings to override: those of the cluster."""
+    """Return the settings to override: those of a study, or of the cluster."""
+    if arguments and arguments[0] in STUDIES:
+        return find_study(arguments[0])
     from paceline.registry import Settings
     from paceline.topology import Cluster, Switch
 

@@ -2,33 +2,59 @@
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
 from paceline.cli.clusters import read_json
 from paceline.errors import SettingsError, storing
 
+if TYPE_CHECKING:
+    from paceline.simulator.training import Row
 
-def simulate_training(spec: Path | None, calibrate: Path | None, json_file: Path | None) -> None:
+
+def simulate_training(
+    spec: Path | None, calibrate: Path | None, json_file: Path | None, profile: Path | None = None
+) -> None:
     """Price the rows of `spec`, corrected by the measured rows of `calibrate`; print them, and write `json_file`.
 
     Raises:
         SettingsError: A file is missing or not in the form of the contract.
     """
-    from paceline.simulator.training import answer_rows, read_rows
+    from paceline.simulator.training import read_rows
 
     if spec is None:
-        raise SettingsError("--spec must be given with training, but is not; name a JSON file of rows")
+        raise SettingsError(
+            "--spec must be given where training has no recipe, but is not; name a recipe, or a JSON file of rows"
+        )
     rows = read_rows(read_json(spec, "--spec"), str(spec), measured=False)
-    measured = (
-        [] if calibrate is None else read_rows(read_json(calibrate, "--calibrate"), str(calibrate), measured=True)
-    )
-    answers = answer_rows(rows, measured)
+    answers = _answer(rows, read_measured(calibrate), profile)
     if json_file is not None:
         with storing(json_file):
             json_file.write_text(json.dumps(answers, indent=1) + "\n")
     _print(answers["rows"])
+
+
+def _answer(rows: "list[Row]", measured: "list[Row]", profile: Path | None) -> dict[str, Any]:
+    from paceline.simulator.training import answer_rows
+
+    if profile is None:
+        return answer_rows(rows, measured)
+    from paceline.cli.profile import read_profile
+    from paceline.simulator.training.profiled import answer_profiled
+
+    return answer_profiled(rows, measured, read_profile(profile))
+
+
+def read_measured(calibrate: Path | None) -> "list[Row]":
+    """Return the measured rows of a file; none without one.
+
+    Raises:
+        SettingsError: The file is missing or not in the form of the contract.
+    """
+    from paceline.simulator.training import read_rows
+
+    return [] if calibrate is None else read_rows(read_json(calibrate, "--calibrate"), str(calibrate), measured=True)
 
 
 def _print(answers: list[dict[str, Any]]) -> None:

@@ -20,6 +20,7 @@ def train(
     workers: options.Workers = None,
     out: options.Out = None,
     resume: options.Resume = None,
+    plan: options.Plan = None,
     go_on: options.GoOn = False,
     max_restarts: options.MaxRestarts = 3,
     min_workers: options.MinWorkers = None,
@@ -40,7 +41,8 @@ def train(
     For a job that may be submitted again give `--out DIRECTORY --go_on`: it starts the run, or resumes it. Other
     options change the run from there on, as with --resume.
 
-    Exit codes: 0 finished, 2 bad input, 75 stopped by a signal with a checkpoint saved, 1 failed.
+    Exit codes: 0 finished, 2 bad input, 75 stopped by a signal with a checkpoint saved, 77 the same at the end of the
+    budget, 1 failed.
     """
     from paceline.cli.overrides import parse_pairs
 
@@ -53,7 +55,7 @@ def train(
         with without_collections():
             from paceline.cli.train_worker import train_as_worker
 
-        raise typer.Exit(train_as_worker(recipe, out, resume, overrides, go_on=go_on))
+        raise typer.Exit(train_as_worker(recipe, out, resume, overrides, plan=plan, go_on=go_on))
     with leaving_when_asked(ExitCode.PREEMPTED):
         prepare_to_fork()
         losses = {"max_restarts": max_restarts, "min_workers": min_workers, "num_spares": spares}
@@ -65,7 +67,7 @@ def train(
             "scaling": scaling,
             "launcher_timeout_s": launcher_timeout_s,
         }
-        raise typer.Exit(_train_here(recipe, workers, out, resume, losses, changes, overrides, go_on=go_on))
+        raise typer.Exit(_train_here(recipe, workers, out, resume, losses, changes, overrides, plan=plan, go_on=go_on))
 
 
 def _check_start(recipe: str | None, out: Path | None, resume: Path | None, *, go_on: bool) -> None:
@@ -94,10 +96,12 @@ def _train_here(
     changes: dict[str, Any],
     overrides: list[tuple[str, str]],
     *,
+    plan: Path | None,
     go_on: bool,
 ) -> int:
     with without_collections():
         from paceline.cli.go_on import check_begun, is_begun, is_reported, tell_finished
+        from paceline.cli.plans import use_plan
     from paceline.cli.prepare import (
         changes_run,
         make_resumed,
@@ -119,6 +123,7 @@ def _train_here(
     if changes["scaling"] is not None:
         changes["scaling"] = PolicySettings(*changes["scaling"])
     ways = Changes(**changes)
+    planned, workers, overrides = use_plan(plan, workers, overrides)
     if workers is not None and workers < 1:
         raise SettingsError(f"--workers must be at least 1, but got {workers}")
     if workers is not None:
@@ -142,17 +147,19 @@ def _train_here(
                 if is_untold and tell_finished(resume, load_run(RunFile.load(resume))):  # its launcher was lost
                     lock.release()
                     return ExitCode.FINISHED
-                directory, file = prepare_resumed(resume, workers, overrides)
+                directory, file = prepare_resumed(resume, workers, overrides, planned)
         else:
             assert recipe is not None
-            directory, file = prepare_new(recipe, workers, out, overrides)
+            directory, file = prepare_new(recipe, workers, out, overrides, plan=planned)
             lock = acquire_run(directory)
         typer.echo(f"run: {directory}")
         code = launch(directory, file.num_processes, changes=ways, left=left, **losses)
         lock.release()
     typer.echo(f"log: {directory / 'events.jsonl'}")
-    if code is ExitCode.FINISHED:
+    if code in (ExitCode.FINISHED, ExitCode.BUDGET_SPENT):
         write_report(directory)
+    if code is ExitCode.BUDGET_SPENT:
+        typer.echo(f"go on with a larger --budget.NAME: paceline train --resume {directory}")
     if code is ExitCode.PREEMPTED:
         typer.echo(f"go on with: paceline train --resume {directory}")
     if code is ExitCode.FAILED:

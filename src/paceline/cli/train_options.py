@@ -19,6 +19,10 @@ Workers = Annotated[
 ]
 Out = Annotated[Path | None, typer.Option(help="Directory of the run; new without --go_on. [default: runs/RECIPE-n]")]
 Resume = Annotated[Path | None, typer.Option(help="Directory of a run to resume.")]
+Plan = Annotated[
+    Path | None,
+    typer.Option(help="File of `paceline plan`: its settings and workers; its prediction is logged beside the steps."),
+]
 GoOn = Annotated[
     bool,
     typer.Option(

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from paceline.cli.go_on import check_begun, is_begun
 from paceline.cli.overrides import apply_overrides
+from paceline.cli.plans import use_plan
 from paceline.cli.prepare import make_run, prepare_new, prepare_resumed, taking_back, write_report
 from paceline.comm import Group, join
 from paceline.comm.join import DEFAULT_TIMEOUT_S
@@ -15,17 +16,25 @@ from paceline.errors import PacelineError, SettingsError
 from paceline.launch import ExitCode
 from paceline.launch.worker import load_run, work
 from paceline.monitor.live import LiveView
+from paceline.planner.plan_file import Plan
 from paceline.training.run_file import RunFile
 
 
 def train_as_worker(
-    recipe: str | None, out: Path | None, resume: Path | None, overrides: list[tuple[str, str]], *, go_on: bool
+    recipe: str | None,
+    out: Path | None,
+    resume: Path | None,
+    overrides: list[tuple[str, str]],
+    *,
+    plan: Path | None,
+    go_on: bool,
 ) -> ExitCode:
     """Train as the rank in torchrun's environment; rank 0 makes the directory and shows the progress.
 
     Workers that torchrun restarted resume the run that they had begun.
     """
     # Every rank knows the recipe and its time-out before it knows the others.
+    planned, _, overrides = use_plan(plan, None, overrides)
     run = make_run(recipe, overrides) if recipe else None
     offload = run.memory.offload if run else dict(overrides).get("memory.offload")
     group = join(
@@ -39,7 +48,7 @@ def train_as_worker(
         def prepare() -> tuple[Path, RunFile] | None:
             begun = out if go_on and out is not None and is_begun(out) else resume
             resuming.enter_context(taking_back(begun))
-            return _prepare(group, recipe, out, resume, overrides, go_on=go_on)
+            return _prepare(group, recipe, out, resume, overrides, plan=planned, go_on=go_on)
 
         agreed = _agree_run(group, prepare)
         if agreed is None:
@@ -48,7 +57,7 @@ def train_as_worker(
         directory, file = agreed
         with LiveView().following(directory / "events.jsonl") if is_first else nullcontext():
             code = work(directory, file, group, group.epoch)
-    if is_first and code is ExitCode.FINISHED:
+    if is_first and code in (ExitCode.FINISHED, ExitCode.BUDGET_SPENT):
         write_report(directory)
     return code
 
@@ -78,6 +87,7 @@ def _prepare(
     resume: Path | None,
     overrides: list[tuple[str, str]],
     *,
+    plan: Plan | None,
     go_on: bool,
 ) -> tuple[Path, RunFile] | None:
     if go_on and recipe is not None and out is not None and is_begun(out):
@@ -86,14 +96,15 @@ def _prepare(
         resume = out
     if resume is not None:
         run = apply_overrides(load_run(RunFile.load(resume)), overrides)
-        return prepare_resumed(resume, run.count_workers(group.size), overrides)
+        return prepare_resumed(resume, run.count_workers(group.size), overrides, plan)
     assert recipe is not None
     # torchrun's own process, which outlives the workers that it restarts, distinguishes this job from earlier ones.
     launch = f"{os.environ.get('TORCHELASTIC_RUN_ID', '')} {socket.gethostname()} {os.getppid()}"
     is_restart = group.epoch > 1 or int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
     if is_restart and (begun := _find_begun(out, launch)) is not None:
         return begun, RunFile.load(begun)
-    return prepare_new(recipe, make_run(recipe, overrides).count_workers(group.size), out, overrides, launch=launch)
+    workers = make_run(recipe, overrides).count_workers(group.size)
+    return prepare_new(recipe, workers, out, overrides, launch=launch, plan=plan)
 
 
 def _find_begun(out: Path | None, launch: str) -> Path | None:

@@ -1,4 +1,4 @@
-"""Layer 9: trained models of runs: loaded, evaluated again, and exported for other tools."""
+"""Layer 10: trained models of runs: loaded, evaluated again, and exported for other tools."""
 
 from paceline.exporting.judge import Judgement, evaluate_run
 from paceline.exporting.load import load_model

@@ -1,4 +1,4 @@
-"""Layer 9: how workers are started, restarted and stopped."""
+"""Layer 10: how workers are started, restarted and stopped."""
 
 from paceline.launch.exit_codes import ExitCode
 

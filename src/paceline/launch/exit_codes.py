@@ -10,6 +10,7 @@ from typing import NoReturn
 from pydantic import ValidationError
 
 from paceline.errors import (
+    BudgetError,
     CommunicationError,
     DivergenceError,
     MismatchError,
@@ -33,12 +34,16 @@ class ExitCode(enum.IntEnum):
     """Another worker died or stopped answering; a new start can go on."""
     PREEMPTED = 75
     """A signal asked to stop; what was trained is saved, and a new start goes on from there."""
+    BUDGET_SPENT = 77
+    """The budget of the run is spent; what was trained is saved, and a new start with more of it goes on from there."""
 
 
 def find_exit_code(error: type[BaseException]) -> ExitCode:
     """Return the exit code of a process that a kind of error ends."""
     if issubclass(error, CommunicationError):
         return ExitCode.PEERS_LOST
+    if issubclass(error, BudgetError):
+        return ExitCode.BUDGET_SPENT
     if issubclass(error, DivergenceError | MismatchError | NonFiniteError | SpikeError | StorageError):
         return ExitCode.FAILED
     return ExitCode.REFUSED if issubclass(error, PacelineError | ValidationError) else ExitCode.FAILED

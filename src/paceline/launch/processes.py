@@ -125,7 +125,7 @@ def _watch(processes: list[BaseProcess], receivers: dict[int, Connection], ended
                 processes[rank].kill()
 
 
-_GOOD_CODES = (ExitCode.FINISHED, ExitCode.PREEMPTED)
+_GOOD_CODES = (ExitCode.FINISHED, ExitCode.PREEMPTED, ExitCode.BUDGET_SPENT)
 
 
 def _receive(rank: int, receivers: dict[int, Connection], ended: Ended) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import paceline.errors
 from paceline.launch.exit_codes import ExitCode, find_exit_code
 from paceline.launch.processes import Ended, describe_exit
-from paceline.monitor.events import Failed, Preempted, Record, RunFinished, StepFinished
+from paceline.monitor.events import BudgetSpent, Failed, Preempted, Record, RunFinished, StepFinished
 from paceline.monitor.reader import select
 
 _LOST_PEERS = ("CommunicationError", "PeerTimeoutError")
@@ -44,6 +44,8 @@ def judge(records: list[Record], ended: Ended, signalled: bool, output: Path, ki
     failures = select(records, Failed)
     if select(records, Preempted):
         return Outcome(ExitCode.PREEMPTED)
+    if select(records, BudgetSpent):
+        return Outcome(ExitCode.BUDGET_SPENT)
     final = [failure.event for failure in failures if failure.event.error not in _LOST_PEERS]
     if final:
         return Outcome(find_exit_code(getattr(paceline.errors, final[0].error, Exception)))
@@ -57,7 +59,7 @@ def judge(records: list[Record], ended: Ended, signalled: bool, output: Path, ki
 
 def _find_cause(failures: list[Record[Failed]], ended: Ended, output: Path) -> str:
     """Return who ended without an error message or, if nobody did, what the first rank to notice says of the others."""
-    told = (ExitCode.PEERS_LOST, ExitCode.PREEMPTED)
+    told = (ExitCode.PEERS_LOST, ExitCode.PREEMPTED, ExitCode.BUDGET_SPENT)
     odd = {rank: code for rank, code in ended.failures.items() if code not in told}
     if odd:
         return "; ".join(describe_exit(f"rank {rank}", code, output) for rank, code in odd.items())

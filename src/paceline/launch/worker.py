@@ -24,7 +24,7 @@ from paceline.comm.membership import leave_on_sigterm
 from paceline.comm.progress import PROGRESS
 from paceline.comm.stacks import register_stacks
 from paceline.elastic import Evicted, Member, StoreMember
-from paceline.errors import PacelineError, SettingsError, storing
+from paceline.errors import BudgetError, PacelineError, SettingsError, storing
 from paceline.launch.exit_codes import ExitCode, find_exit_code, leave
 from paceline.launch.launcher_watch import RECORD, LauncherWatch
 from paceline.launch.process_record import ProcessRecord
@@ -89,6 +89,9 @@ def work(
             finished = _take_part(run, directory, group, log, file.recipe, member)
         except Evicted:
             return ExitCode.FINISHED
+        except BudgetError:
+            group.close()
+            return ExitCode.BUDGET_SPENT
         except (Exception, SystemExit) as error:  # train has told the log
             group.close(error)
             return _code_of(error)

@@ -25,6 +25,7 @@ from paceline.launch.processes import GRACE_S, Ended, describe_exit, make_enviro
 _ENDS: dict[int, End] = {
     ExitCode.FINISHED: "done",
     ExitCode.PREEMPTED: "done",
+    ExitCode.BUDGET_SPENT: "done",
     ExitCode.PEERS_LOST: "gave_up",
     ExitCode.FAILED: "failed",
     ExitCode.REFUSED: "failed",

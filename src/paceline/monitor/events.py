@@ -15,6 +15,9 @@ from paceline.monitor.event import event
 from paceline.monitor.event import find_kind as find_kind
 from paceline.monitor.event import list_fields as list_fields
 from paceline.monitor.event import list_kinds as list_kinds
+from paceline.monitor.plan_events import PlanCompared as PlanCompared
+from paceline.monitor.usage_events import BudgetSpent as BudgetSpent
+from paceline.monitor.usage_events import ResourcesUsed as ResourcesUsed
 
 
 @event("run_started")

@@ -9,6 +9,7 @@ from paceline.monitor.events import (
     AnomalyFound,
     BadSampleFound,
     BatchChanged,
+    BudgetSpent,
     CheckpointIntervalChosen,
     CheckpointSaved,
     CheckpointSkipped,
@@ -162,6 +163,8 @@ def describe(record: Record) -> str | None:
             return f"warning: {message}"
         case Preempted(checkpoint=checkpoint, signal=signal):
             return f"stopped by {signal} at step {record.step:,}; a new start resumes from {checkpoint}"
+        case BudgetSpent() as event:
+            return f"ended at step {record.step:,}: {_describe_budget(event)}"
         case StoppedEarly(reason=reason):
             return f"ended after step {record.step:,}: {reason}"
         case Restarted(attempt=attempt, reason=reason):
@@ -223,6 +226,11 @@ def _describe_start(event: RunStarted) -> str:
     what = f"{event.recipe}: {event.num_parameters:,} parameters, {workers(event)}"
     steps = f"steps {event.start_step:,} to {event.total_steps:,}, {event.global_batch:,} samples each"
     return _join(what, steps, f"resumed from {event.resumed_from}" if event.resumed_from else "")
+
+
+def _describe_budget(event: BudgetSpent) -> str:
+    spent = f"{number(event.spent)} of {number(event.limit)} {event.unit} are spent"
+    return f"{spent}, which leaves too little for a step; a new start with more resumes from {event.checkpoint}"
 
 
 def _held_out(loss: float | None, values: dict[str, float]) -> str:

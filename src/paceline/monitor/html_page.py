@@ -18,8 +18,10 @@ from paceline.monitor.report_sections import (
     render_data,
     render_experts,
     render_memory,
+    render_plan,
     render_stragglers,
 )
+from paceline.monitor.usage import list_usage_tiles, render_usage
 
 _PAGE = """<!doctype html>
 <html lang="en">
@@ -60,6 +62,8 @@ def render_page(
         _curves(curves),
         render_communication(summary.typical_steps, gantt) if gantt else "",
         render_pipeline(summary.pipeline_steps, pipeline),
+        render_plan(summary),
+        render_usage(summary),
         render_memory(summary),
         render_stragglers(summary),
         render_data(summary),
@@ -79,7 +83,7 @@ def render_page(
 
 
 def _header(summary: RunSummary) -> str:
-    state = f'<span class="state {summary.state}">{summary.state}</span>'
+    state = f'<span class="state {summary.state}">{summary.state.replace("_", " ")}</span>'
     if not summary.starts:
         return f"<header><h1>A run {state}</h1><p class=facts>The log has no start.</p></header>"
     first, last = summary.starts[0], summary.starts[-1].event
@@ -118,6 +122,7 @@ def _tiles(summary: RunSummary) -> str:
         ("data stall", _known(summary.data_share, share), _describe_stall(summary)),
         *sent,
         ("time spent", duration(summary.elapsed_s), undone),
+        *list_usage_tiles(summary),
     ]
     return tiles(content)
 

@@ -17,6 +17,7 @@ from rich.text import Text
 
 from paceline.monitor.events import (
     AnomalyFound,
+    BudgetSpent,
     CheckpointSkipped,
     Evaluated,
     Event,
@@ -25,6 +26,7 @@ from paceline.monitor.events import (
     Record,
     ReplicasHealed,
     ResourceLow,
+    ResourcesUsed,
     Restarted,
     RolledBack,
     RunFinished,
@@ -51,6 +53,7 @@ _STYLES: dict[type[Event], str] = {
     Warned: "yellow",
     Restarted: "bold yellow",
     Preempted: "bold yellow",
+    BudgetSpent: "bold yellow",
     StoppedEarly: "bold",
     Failed: "bold red",
     RunFinished: "bold green",
@@ -95,7 +98,7 @@ class LiveView:
         """Show one record."""
         event = record.event
         self._status.take(record)
-        if isinstance(event, RunFinished | Failed | Preempted):
+        if isinstance(event, RunFinished | Failed | Preempted | BudgetSpent):
             self._drop_bar()
         if isinstance(event, Failed) and record.rank >= 0:
             self._failures.take(event, record.rank, record.step)
@@ -200,6 +203,8 @@ class _Status:
         self._total_steps = 0
         self._loss: float | None = None
         self._held_out_loss: float | None = None
+        self._energy_j = self._money = 0.0
+        self._currency = ""
         self._recent: deque[tuple[float, StepFinished]] = deque(maxlen=100)  # (time_s, step)
 
     def take(self, record: Record) -> None:
@@ -214,6 +219,9 @@ class _Status:
                 self._step = record.step
                 self._loss = _smooth(self._loss, event.loss)
                 self._recent.append((record.time_s, event))
+            case ResourcesUsed() as event:
+                self._energy_j += event.energy_j
+                self._money, self._currency = self._money + (event.money or 0.0), event.currency
             case Evaluated(loss=loss):
                 self._held_out_loss = loss
             case RunFinished():
@@ -248,6 +256,8 @@ class _Status:
         if duration_s > 0:
             parts.append(f"{number(sum(step.num_samples for step in steps) / duration_s)} samples/s")
             parts.append(f"communication {share(sum(step.communication_s for step in steps) / duration_s)}")
+        parts += [f"{number(self._energy_j / 3.6e6)} kWh"] if self._energy_j else []
+        parts += [f"{number(self._money)} {self._currency}"] if self._money else []
         while len(parts) > 1 and len("   ".join(parts)) > width:
             parts.pop()
         return Text("   ".join(parts), style="" if isfinite(self._loss) else "red")

@@ -13,6 +13,7 @@ from paceline import errors
 from paceline.monitor.encoding import from_json
 from paceline.monitor.events import (
     BatchChanged,
+    BudgetSpent,
     CheckpointSaved,
     CheckpointSkipped,
     CodecChanged,
@@ -27,8 +28,10 @@ from paceline.monitor.events import (
     MemoryEstimated,
     MemoryMeasured,
     ModelGrown,
+    PlanCompared,
     Preempted,
     Record,
+    ResourcesUsed,
     Restarted,
     RolledBack,
     RunFinished,
@@ -132,7 +135,7 @@ def select(records: Iterable[Record], kind: type[E]) -> list[Record[E]]:
     return [cast("Record[E]", record) for record in records if isinstance(record.event, kind)]
 
 
-State = Literal["empty", "unfinished", "finished", "failed", "preempted"]
+State = Literal["empty", "unfinished", "finished", "failed", "preempted", "over_budget"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -166,12 +169,15 @@ class RunSummary:
     preemptions: list[Record[Preempted]]
     warnings: list[Record[Warned]]
     memory_estimates: list[Record[MemoryEstimated]]
+    plan_comparisons: list[Record[PlanCompared]]
     memory_measured: list[Record[MemoryMeasured]]
     slow_workers: list[Record[SlowWorker]]
     share_changes: list[Record[SharesChanged]]
     """Changes that count, in order."""
     changes: list[Record]
     """Changes of batch and model that count, and measurements of gradient noise, in order."""
+    usage: list[Record[ResourcesUsed]]
+    """Energy, carbon and money of all workers, for steps that were undone too."""
     unused_parameters: list[str]
     timed_steps: list[TimedStep]
     """Sampled steps of all workers."""
@@ -263,10 +269,12 @@ def summarise(records: Iterable[Record]) -> RunSummary:
         preemptions=select(records, Preempted),
         warnings=select(records, Warned),
         memory_estimates=select(records, MemoryEstimated),
+        plan_comparisons=select(records, PlanCompared),
         memory_measured=select(records, MemoryMeasured),
         slow_workers=select(records, SlowWorker),
         share_changes=select(counting, SharesChanged),
         changes=[record for record in counting if isinstance(record.event, _CHANGES)],
+        usage=select(records, ResourcesUsed),
         timed_steps=list(find_timed_steps(records)),
         pipeline_steps=list(find_pipeline_steps(records)),
         unused_parameters=sorted({name for one in select(records, UnusedParameters) for name in one.event.names}),
@@ -310,6 +318,8 @@ def _state(records: list[Record]) -> State:
                 state = "unfinished"
             case Preempted():
                 state = "preempted"
+            case BudgetSpent():
+                state = "over_budget"
             case Failed():
                 state = "failed"
             case RunFinished():

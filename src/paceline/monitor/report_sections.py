@@ -28,6 +28,24 @@ def render_memory(summary: RunSummary) -> str:
     return section("Memory", table(headings, rows))
 
 
+def render_plan(summary: RunSummary) -> str:
+    """Return the section on the plan of the run: a step as predicted, and as measured; empty without a plan."""
+    if not summary.plan_comparisons:
+        return ""
+    last = summary.plan_comparisons[-1].event
+    place = "inside" if last.is_within else "outside"
+    rows = [
+        [
+            "predicted",
+            f"{number(last.predicted_s)} s",
+            f"{number(last.predicted_s_low)} to {number(last.predicted_s_high)} s",
+        ],
+        ["measured", f"{number(last.measured_s)} s", f"median of {last.num_steps:,} steps, {place} the interval"],
+    ]
+    words = f"Planned for {last.machines}, by numbers of basis {last.basis}." if last.basis else ""
+    return section("Plan", f"<p>{safe(words)}</p>{table(['a step', 'time', ''], rows)}")
+
+
 def describe_stragglers(summary: RunSummary) -> Iterator[str]:
     """Yield a sentence for each slow worker; the newest record of each rank counts."""
     is_following = bool(summary.starts) and summary.starts[-1].event.settings.get("shares") == "measured"

@@ -1,4 +1,4 @@
-"""Layer 9: recipes, functions that return a complete run."""
+"""Layer 10: recipes, functions that return a complete run."""
 
 from collections.abc import Callable
 

@@ -1,7 +1,7 @@
 """The picture of scaling curves, drawn with matplotlib."""
 
 import io
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from paceline.errors import SettingsError
@@ -14,6 +14,10 @@ if TYPE_CHECKING:
 FORMATS = ("png", "svg")
 _COLOURS = ("#3f57d6", "#e06a10", "#1f9d6b", "#b0389b", "#8a6d1d", "#2196b8", "#687083", "#cf2f3f")
 _STYLES = ("-", "--", ":")
+
+
+Point = tuple[float, ...]
+"""Number of ranks and efficiency; perhaps the ends of its interval."""
 
 
 def draw_scaling(predictions: Sequence[Prediction], title: str, file_format: str, palette: Palette = LIGHT) -> bytes:
@@ -29,19 +33,30 @@ def draw_scaling(predictions: Sequence[Prediction], title: str, file_format: str
         SettingsError: The format is unknown.
         MissingExtraError: matplotlib is not installed.
     """
+    panels: dict[str, dict[str, list[Point]]] = {}
+    for bandwidth in sorted({point.bandwidth_bytes_per_s for point in predictions}):
+        curves = panels.setdefault(f"{8e-9 * bandwidth:.4g} Gb/s", {})
+        for point in predictions:
+            if point.bandwidth_bytes_per_s == bandwidth:
+                curves.setdefault(point.algorithm, []).append((point.num_ranks, point.efficiency))
+    return draw_curves(panels, title, file_format, palette)
+
+
+def draw_curves(
+    panels: Mapping[str, Mapping[str, Sequence[Point]]], title: str, file_format: str, palette: Palette = LIGHT
+) -> bytes:
+    """Return a picture of efficiency over ranks: curves by name, in panels by title; see `draw_scaling`."""
     if file_format not in FORMATS:
         raise SettingsError(
             f"a picture's format must be one of {', '.join(FORMATS)}, but got {file_format!r}; choose one"
         )
-    bandwidths = sorted({point.bandwidth_bytes_per_s for point in predictions})
-    figure = make_figure(max(6.5, 1.2 + 3.6 * len(bandwidths)), 4.4, palette)
-    panels = figure.subplots(1, len(bandwidths), sharey=True, squeeze=False)[0]
-    for axes, bandwidth in zip(panels, bandwidths, strict=True):
-        points = [point for point in predictions if point.bandwidth_bytes_per_s == bandwidth]
-        _draw_panel(axes, f"{8e-9 * bandwidth:.4g} Gb/s", points, palette)
-    panels[0].set_ylabel("scaling efficiency", color=palette.muted, fontsize=8.5)
+    figure = make_figure(max(6.5, 1.2 + 3.6 * len(panels)), 4.4, palette)
+    all_axes = figure.subplots(1, len(panels), sharey=True, squeeze=False)[0]
+    for axes, (name, curves) in zip(all_axes, panels.items(), strict=True):
+        _draw_panel(axes, name, curves, palette)
+    all_axes[0].set_ylabel("scaling efficiency", color=palette.muted, fontsize=8.5)
     figure.suptitle(title, x=0.01, ha="left", fontsize=11, fontweight="bold", color=palette.ink, parse_math=False)
-    lines, names = panels[0].get_legend_handles_labels()
+    lines, names = all_axes[0].get_legend_handles_labels()
     columns = min(len(names), 8)
     figure.legend(lines, names, loc="lower left", ncols=columns, frameon=False, fontsize=8.5, labelcolor=palette.muted)
     figure.tight_layout(rect=(0, 0.07, 1, 1))
@@ -51,26 +66,29 @@ def draw_scaling(predictions: Sequence[Prediction], title: str, file_format: str
     return buffer.getvalue()
 
 
-def _draw_panel(axes: "Axes", title: str, points: Sequence[Prediction], palette: Palette) -> None:
+def _draw_panel(axes: "Axes", title: str, curves: Mapping[str, Sequence[Point]], palette: Palette) -> None:
     from matplotlib.ticker import FixedLocator, NullLocator, PercentFormatter, StrMethodFormatter
 
     dress(axes, title, palette)
-    names = list(dict.fromkeys(point.algorithm for point in points))
-    for number, algorithm in enumerate(names):
-        of_algorithm = [point for point in points if point.algorithm == algorithm]
+    for number, (name, points) in enumerate(curves.items()):
+        ranks, efficiencies, *ends = zip(*points, strict=True) if points else ((), ())
+        colour = _COLOURS[number % len(_COLOURS)]
         axes.plot(
-            [point.num_ranks for point in of_algorithm],
-            [point.efficiency for point in of_algorithm],
-            color=_COLOURS[number % len(_COLOURS)],
+            ranks,
+            efficiencies,
+            color=colour,
             linestyle=_STYLES[number // len(_COLOURS) % len(_STYLES)],
-            linewidth=1.6 + 0.55 * (len(names) - 1 - number),  # curves often coincide: lower ones show at the edges
-            marker="o" if len(of_algorithm) == 1 else "",
+            linewidth=1.6 + 0.55 * (len(curves) - 1 - number),  # curves often coincide: lower ones show at the edges
+            marker="o" if len(points) == 1 else "",
             solid_capstyle="round",
-            label=algorithm,
+            label=name,
         )
-    shown = sorted({point.num_ranks for point in points})
+        if ends:
+            low, high = ends
+            axes.fill_between(ranks, low, high, color=colour, alpha=0.15, linewidth=0)
+    shown = sorted({point[0] for points in curves.values() for point in points})
     axes.set_xscale("log", base=2)
-    axes.xaxis.set_major_locator(FixedLocator(shown[:: -(-len(shown) // 6)]))
+    axes.xaxis.set_major_locator(FixedLocator(shown[:: max(1, -(-len(shown) // 6))]))
     axes.xaxis.set_minor_locator(NullLocator())
     axes.xaxis.set_major_formatter(StrMethodFormatter("{x:.0f}"))
     axes.set_xlabel("ranks", color=palette.muted, fontsize=8.5, loc="right", labelpad=1)

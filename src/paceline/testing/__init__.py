@@ -1,4 +1,4 @@
-"""Layer 9: contract tests, scripted faults and process spawners, shipped with the package."""
+"""Layer 10: contract tests, scripted faults and process spawners, shipped with the package."""
 
 from paceline.testing import faults
 from paceline.testing.codec_contract import CODEC_CHECKS, check_codec

@@ -7,8 +7,9 @@ from paceline.topology.graphs import Graph
 from paceline.topology.hosts import Hosts
 from paceline.topology.layout import AXES, Axes, Axis, Layout
 from paceline.topology.presets import DGX1, DGX2, DGXA100, DGXB200, DGXH100, FatTree, Loopback, Switch, TPUv3Pod
+from paceline.topology.site import Site
 from paceline.topology.torus import TorusCluster, squarest
-from paceline.topology.units import BytesPerSecond, parse_size
+from paceline.topology.units import BytesPerSecond, Joules, parse_size
 
 __all__ = [
     "AXES",
@@ -28,11 +29,13 @@ __all__ = [
     "Graph",
     "Host",
     "Hosts",
+    "Joules",
     "Layout",
     "Loopback",
     "Network",
     "Paths",
     "Precision",
+    "Site",
     "Switch",
     "TPUv3Pod",
     "TorusCluster",

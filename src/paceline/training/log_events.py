@@ -81,8 +81,11 @@ def log_growth(session: Session) -> None:
 
 def log_step(session: Session, result: StepResult, num_samples: int) -> None:
     """Log the result of a step of `num_samples`."""
-    session.log_event(note_step(session, result, num_samples))
+    step = note_step(session, result, num_samples)
+    session.log_event(step)
+    compare_with_plan(session, step.duration_s)
     log_reading(session)
+    session.usage.write_if_due()
     if session.resources is not None:
         for low in session.resources.look(session.checkpoint_bytes):
             session.training.log.write(low, step=session.training.step)
@@ -125,6 +128,14 @@ def note_step(session: Session, result: StepResult, num_samples: int) -> StepFin
     if session.replica.dispatcher is None:  # else each worker has steps of its own
         session.training.newest_steps.append((session.training.step, event))
     return event
+
+
+def compare_with_plan(session: Session, duration_s: float) -> None:
+    """Log on the first rank how a run's steps compare with its plan, if it has one and that is due."""
+    training = session.training
+    if training.plan_watch is not None and session.replica.shard.world.rank == 0:
+        for event in training.plan_watch.look(duration_s, is_last=training.step == training.num_steps):
+            session.log_event(event)
 
 
 def log_reading(session: Session) -> None:

@@ -14,13 +14,15 @@ from paceline.comm.membership import CHANGE
 from paceline.comm.torch_group import is_lost_peer
 from paceline.data import Batch, Source, derive_seed
 from paceline.elastic.member import Evicted, Member
-from paceline.errors import CommunicationError, SettingsError
+from paceline.errors import BudgetError, CommunicationError, SettingsError
 from paceline.monitor.events import (
+    BudgetSpent,
     ModelGrown,
     Preempted,
     RunFinished,
     Showcased,
     StoppedEarly,
+    Warned,
 )
 from paceline.monitor.formatting import describe_size
 from paceline.monitor.log import EventLog
@@ -58,7 +60,7 @@ from paceline.training.saving import (
     save_what_lives,
 )
 from paceline.training.session import Session, build_replica, describe_batch, make_rates, open_session, watch_replica
-from paceline.training.training import count_parameters, prepare, start_training
+from paceline.training.training import Training, count_parameters, prepare, start_training
 from paceline.training.widening import widen_module, widen_optimizer
 
 
@@ -87,24 +89,28 @@ def train(
 
     Returns:
         True when the last step is done, False when a signal ended it before.
+
+    Raises:
+        BudgetError: The budget is spent; a checkpoint is saved.
     """
     training = layout = None
     try:
         if member is not None and not run.layout.is_plain:
             layout = LayoutMember(run, directory, group, log, recipe, member)
-            return layout.train(lambda session: _run_steps(session) and _finish(session))
+            return _end(layout.train(_run_to_end), layout.training)
         if member is not None:
             training = start_alone(run, directory, group, log, recipe)
-            return train_through_views(training, member, lambda session: _run_steps(session) and _finish(session))
+            return _end(train_through_views(training, member, _run_to_end), training)
         run = run.fit_workers(run.count_workers((world or group).size))
         training, checkpoint = start_training(run, directory, group, log, recipe)
         with open_session(training, group, world, checkpoint) as session, _explaining(session):
             try:
-                return _run_steps(session) and _finish(session)
+                has_ended = _run_to_end(session)
             except CommunicationError as error:
                 save_what_lives(session, error)
                 raise
-    except Evicted:
+        return _end(has_ended, training)
+    except (BudgetError, Evicted):
         raise
     except (Exception, SystemExit) as error:  # code of the user's may call sys.exit
         failed = layout.training if layout is not None else training
@@ -113,6 +119,18 @@ def train(
     finally:
         if training is not None:
             training.store.close()
+
+
+def _run_to_end(session: Session) -> bool:
+    """Run steps and finish; return False if a signal, a change of workers or the budget ended it before."""
+    return _run_steps(session) and _finish(session)
+
+
+def _end(has_ended: bool, training: Training | None) -> bool:
+    """Return whether a training has ended, unless its budget ended it."""
+    if training is not None and training.over_budget:
+        raise BudgetError(training.over_budget)
+    return has_ended
 
 
 def serve(run: Run, world: Group, log: EventLog) -> None:
@@ -203,7 +221,8 @@ def _run_at_own_pace(session: Session, dispatcher: SampleDispatcher) -> bool:
     began_at = loader.position - training.num_samples
     while True:
         take_new_shards(session, is_due=True)
-        dispatcher.set_boundary(loader.order.position_of(next_boundary(session, training.step), run.global_batch))
+        boundary = min(next_boundary(session, training.step), session.budget.next_step or training.num_steps)
+        dispatcher.set_boundary(loader.order.position_of(boundary, run.global_batch))
         for batch in loader:
             try:
                 result = train_step(session, batch, loader.order.step_of(batch.interval.start, run.global_batch))
@@ -391,6 +410,8 @@ def do_after_step(session: Session, *, stop: bool) -> bool:
     """
     training = session.training
     run, step = training.run, training.step
+    is_spent = _is_budget_spent(session)
+    stop |= is_spent
     if next_boundary(session, step - 1) == step:
         log_delays(session)
         log_routing(session)
@@ -403,7 +424,7 @@ def do_after_step(session: Session, *, stop: bool) -> bool:
     end_reason = "" if is_last else training.best.end_reason
     training.is_over = is_last or bool(end_reason)
     if stop and not is_last:
-        cause = _agree_on_cause(session)
+        cause = "budget" if is_spent else _agree_on_cause(session)
         if cause == "change":
             session.replica.state.part()
             session.is_changing = True
@@ -413,6 +434,8 @@ def do_after_step(session: Session, *, stop: bool) -> bool:
             session.log_event(
                 Preempted(checkpoint=path, signal=session.membership.stop_requested_by or "a signal to another rank")
             )
+        if cause == "budget":
+            _log_spent(session, path)
     elif training.is_over or is_best or session.save_interval.is_due(step):
         save_checkpoint(session, wait=training.is_over, is_best=is_best)
         if end_reason:
@@ -424,6 +447,24 @@ def do_after_step(session: Session, *, stop: bool) -> bool:
             keep_in_memory(session)
     log_distance(session)
     return training.is_over or stop
+
+
+def _is_budget_spent(session: Session) -> bool:
+    """Return whether the budget does not pay for another step, at steps on which all workers agree, and warn before."""
+    training, budget = session.training, session.budget
+    verdict = budget.check(training.step, training.num_steps, session.replica.shard.world)
+    for message in verdict.warnings:
+        session.log_event(Warned(message=message))
+    return bool(verdict.reached)
+
+
+def _log_spent(session: Session, path: str) -> None:
+    """Log that the budget ended the training, and was saved."""
+    found = session.budget.verdict
+    session.log_event(
+        BudgetSpent(checkpoint=path, name=found.reached, spent=found.spent, limit=found.limit, unit=found.unit)
+    )
+    session.training.over_budget = f"{found.spent:.4g} of {found.limit:.4g} {found.unit} are spent"
 
 
 def _agree_on_cause(session: Session) -> Literal["signal", "end", "change"]:

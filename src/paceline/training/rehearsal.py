@@ -31,6 +31,7 @@ from paceline.memory import (
     StepDescription,
     copy_without_contents,
     find_recomputable,
+    guess_device,
     plan,
     recompute,
 )
@@ -42,6 +43,8 @@ from paceline.parallel.parallelize import check_model, check_tokens
 from paceline.replica.attributes import find_attribute
 from paceline.replica.checks import Precision
 from paceline.replica.optimizer_step import autocast
+from paceline.training.compiling import check_compiler
+from paceline.training.legality import check_counts
 from paceline.training.model import Model, resize, size_of
 from paceline.training.run import Run
 
@@ -208,6 +211,29 @@ def check_shards(run: Run, splits: Splits) -> None:
         check_model(outline(run.model, splits), run.layout, tensor_plan=run.tensor_plan, pipeline=run.pipeline)
     if run.layout.context > 1 and splits.train.spec.input_shape:
         check_tokens(torch.empty(1, *splits.train.spec.input_shape, device="meta"), run.layout)
+
+
+def check_workers(run: Run, num_workers: int, splits: Splits | None = None) -> Splits:
+    """Check at once what every worker would refuse later, and return the data.
+
+    Args:
+        run: The run.
+        num_workers: Number of its workers.
+        splits: Training and held-out data, if they are open.
+
+    Raises:
+        SettingsError: Workers, global batch and shares do not fit, or the compiler is missing; the model does not fit
+            the layout; a function lacks an argument; or steps cannot be counted.
+        DataError: The data cannot be opened.
+    """
+    check_counts(run.layout, num_workers, run.global_batch)
+    check_shares(run.fixed_shares, num_workers)
+    check_compiler(run.compiler, guess_device(num_workers * run.layout.ranks_of_worker))
+    run.check_functions()
+    splits = splits or run.open_data()
+    run.count_steps(splits)
+    check_shards(run, splits)
+    return splits
 
 
 def check_batch_norm_sizes(run: Run, splits: Splits, loader: Loader) -> None:

@@ -20,22 +20,24 @@ from paceline.functions import Function
 from paceline.memory import Memory
 from paceline.optim import AdamW, FunctionOptimizer, Optimizer
 from paceline.parallel.batch_norm import BatchNormScope, check_batch_norm
-from paceline.parallel.parallelize import check_sharding
 from paceline.parallel.pipeline.settings import PipelineSettings
 from paceline.registry import Settings
-from paceline.replica.checks import Precision, check_hashing, check_layout
+from paceline.replica.checks import Precision, check_hashing
 from paceline.replica.landing import Landing, check_landing
 from paceline.replica.virtual_workers import check_virtual_workers
 from paceline.schedules import BatchPolicy, BatchSchedule, Constant, ConstantBatch, Cosine, FixedBatch, LearningRate
 from paceline.sync import EveryStep, Rule
 from paceline.sync.gossip import GossipRule
+from paceline.topology import Site
 from paceline.topology.layout import Layout
 from paceline.training.anomalies import Anomalies
 from paceline.training.best import part_measure
+from paceline.training.budget import Budget
 from paceline.training.callbacks import Callback
 from paceline.training.compiling import NO_COMPILER, check_compiler_fits
 from paceline.training.growth import Growth, check_growth
 from paceline.training.initial import InitialWeights
+from paceline.training.legality import check_division
 from paceline.training.metrics import Metrics
 from paceline.training.model import Model, check_documents, check_unequal
 from paceline.training.noise_scale import check_noise
@@ -149,6 +151,11 @@ class Run(Settings):
     with its direction, such as max:accuracy."""
     stop_after: int | None = Field(default=None, ge=1)
     """Evaluations without improvement, by the measure of `keep_best` or the loss, after which training ends."""
+    budget: Budget = Budget()
+    """Money, hours and energy that the run may use, over all its starts; none by default. When it is spent the run is
+    saved, and ends with exit code 77."""
+    site: Site = Site()
+    """Prices, carbon and declared power of the hosts, for what a run costs; nothing of it changes what is trained."""
     hash_interval: int = Field(default=100, ge=0)
     """Steps from one comparison of all replicas to the next; each checkpoint is preceded by one too; 0 for none."""
     gradient_hash_interval: int = Field(default=0, ge=0)
@@ -232,13 +239,12 @@ class Run(Settings):
             is_averaged=self.ema is not None,
         )
         check_compiler_fits(self.compiler, self.pipeline if self.layout.pipeline > 1 else None)
-        check_layout(self.layout, self.sync)
+        check_division(self.layout, self.sync, self.sharded_codec, self.pipeline)
         if isinstance(self.data, PackedText):
             check_documents(self.model, self.layout)
         self.anomalies.check(self.sync, self.layout, self.landing)
         check_hashing(self.gradient_hash_interval, self.sync, self.layout, self.landing)
         check_batch_norm(self.batch_norm, self.sync, self.layout, is_noise_measured=self.noise_interval > 0)
-        check_sharding(self.layout, self.sharded_codec, self.pipeline)
         for name, function in (("loss", self.loss), ("metrics", self.metrics)):
             if self.layout.pipeline > 1 and isinstance(function, OnBatch) and function.takes_model:
                 raise ValueError(
@@ -280,6 +286,7 @@ class Run(Settings):
         if self.padding is not None and self.collate_fn is not None:
             raise ValueError("padding or collate_fn must be left out, each of which makes batches; give one")
         check_unequal(self.data, self.padding, self.layout)
+        self.budget.check(self.site)
         if self.stop_after is not None and not self.evaluate_interval:
             raise ValueError("evaluate_interval must be more than 0 with stop_after, which counts evaluations; give it")
         choose_tail(drop_last=self.drop_last, join_epochs=self.join_epochs)

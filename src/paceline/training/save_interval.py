@@ -1,34 +1,18 @@
 """Steps from one checkpoint to the next: fixed, or chosen from what checkpoints cost and how often workers fail."""
 
-import math
 import time
 from pathlib import Path
 from typing import Literal
 
 from paceline.monitor.events import CheckpointIntervalChosen, Restarted
 from paceline.monitor.reader import read_log, select
+from paceline.simulator.failures.interval import find_optimal_interval_s
 
 _FIRST_STEPS = 10
 """Steps before the first checkpoint, which is the first measurement."""
 _DAY_S = 86400.0
 _NOTICEABLE = 0.1
 """Relative change of the interval that is logged."""
-
-
-def find_optimal_interval_s(save_s: float, failure_s: float) -> float:
-    """Return the time between checkpoints that loses the least time to them and to failures.
-
-    Daly, "A higher order estimate of the optimum checkpoint interval for restart dumps", 2006; the first term is
-    Young's, "A first order approximation to the optimum checkpoint interval", 1974.
-
-    Args:
-        save_s: Time for which a checkpoint stops training.
-        failure_s: Mean time between failures.
-    """
-    if save_s >= 2 * failure_s:
-        return failure_s
-    ratio = save_s / (2 * failure_s)
-    return math.sqrt(2 * save_s * failure_s) * (1 + math.sqrt(ratio) / 3 + ratio / 9) - save_s
 
 
 def estimate_failures_per_day(log: Path) -> float:

@@ -33,6 +33,7 @@ from paceline.sync.batch_statistics import pool_over_workers
 from paceline.sync.rule import Rule
 from paceline.sync.synchroniser import Delays
 from paceline.training.anomalies import AnomalyGuard
+from paceline.training.budget import BudgetGuard, Spent
 from paceline.training.idle import list_idle
 from paceline.training.load_balancing import LoadBalancer
 from paceline.training.loading import make_loader
@@ -45,6 +46,7 @@ from paceline.training.resources import ResourceWatch
 from paceline.training.run import Run
 from paceline.training.save_interval import SaveInterval, estimate_failures_per_day
 from paceline.training.training import Training
+from paceline.training.usage import UsageMeter
 
 
 @dataclass
@@ -68,6 +70,10 @@ class Session:
     guard: AnomalyGuard
     resources: ResourceWatch | None
     """Watch of this host's memory and disk, on its first rank."""
+    usage: UsageMeter
+    """Meter of what this worker uses."""
+    budget: BudgetGuard
+    """Guard of the run's budget."""
     checkpoint_bytes: int = 0
     """Size of the newest checkpoint; 0 before the first."""
     step_began_s: float = 0.0
@@ -225,16 +231,19 @@ def open_session(
             session.repaired = "; ".join(filter(None, (session.repaired, words, follow_servers(session))))
         else:
             _log_start(session)
+        session.budget.begin(training.step, session.replica.shard.world)
         if before not in (0, session.global_batch):  # other workers, or other settings, than before
             session.log_event(describe_batch(session))
     except CommunicationError:  # another session may follow
+        session.usage.close()
         session.replica.state.abandon_step()
         session.replica.close()
         raise
     session.first_step, session.first_update = training.step, session.replica.num_updates
     saver = session.saver if not training.keeps_saver else None
     # A second signal must not end the process while the saver still writes.
-    with session.membership.stopping_on_signals(may_interrupt=False), saver or nullcontext():
+    usage = session.usage.logging_to(training.log, lambda: training.step)
+    with session.membership.stopping_on_signals(may_interrupt=False), saver or nullcontext(), usage:
         yield session
     session.replica.close()
     if session.peer_memory is not None and not session.is_changing:  # what is on disk now is as new
@@ -290,6 +299,8 @@ def _make_session(
     failures_per_day = run.failures_per_day or 1.0
     if run.checkpoint_interval == "auto" and run.failures_per_day is None and group.rank == 0:
         failures_per_day = estimate_failures_per_day(training.log.path)  # rank 0 chooses
+    usage = UsageMeter.open(run.site, replica.shard.world)
+    before = Spent.of_log(training.log.path) if run.budget.limits and replica.shard.world.rank == 0 else Spent()
     return Session(
         training,
         replica,
@@ -303,6 +314,8 @@ def _make_session(
         probe,
         guard,
         resources,
+        usage,
+        BudgetGuard(run.budget, run.site, before, usage.read_total),
         repaired=repaired,
     )
 
@@ -440,6 +453,9 @@ def _log_start(session: Session) -> None:
     shapes = [parameter.shape for parameter in training.module.parameters() if parameter.requires_grad]
     for sentence in list_idle(training.run, training.num_steps, shapes, session.replica.shard.group.size):
         session.log_event(Warned(message=sentence))
+    price = training.run.site.find_price()
+    if price is not None and (old := price.warn_of_age()):
+        session.log_event(Warned(message=f"{old} (--site.prices mine.csv)"))
     batch_size = training.splits.batch_size
     if batch_size not in (None, 1, training.run.global_batch):  # 1 is what a DataLoader has by itself
         session.log_event(

@@ -23,6 +23,7 @@ from paceline.training.best import BestSoFar
 from paceline.training.building import build_shared, check_inputs, read_sample
 from paceline.training.compiling import NO_COMPILER, compile_blocks
 from paceline.training.evaluate import Evaluation, check_samples
+from paceline.training.forecast import PlanWatch
 from paceline.training.initial import load_slices
 from paceline.training.loss_trial import check_loss
 from paceline.training.model import Model, ModelSize, resize
@@ -85,8 +86,12 @@ class Training:
     """Whether this worker is being sent the state of another one, so that its own is not whole."""
     newest_steps: deque[tuple[int, StepFinished]] = field(default_factory=lambda: deque(maxlen=100))
     """Newest steps of this worker, by number, which it logs if a lost first worker has not."""
+    over_budget: str = ""
+    """Sentence on the budget that has ended the training; empty if it has not."""
     saved_step: int = -1
     """Step of the latest checkpoint since this start, which may still be written."""
+    plan_watch: PlanWatch | None = None
+    """Comparison of steps with the plan of the run; None if it has none."""
 
     @property
     def keeps_saver(self) -> bool:
@@ -142,6 +147,7 @@ def start_training(
         has_experts=has_experts,
         about_building=about_building,
         about_initial=matched.about if matched is not None else "",
+        plan_watch=PlanWatch.read(directory),
     )
     return training, checkpoint
 
@@ -186,9 +192,11 @@ def prepare(
     sample = read_sample(run, splits, group.device)
     check_inputs(run, module, sample)
     save_activations(run, module, splits, max(1, group.size // run.layout.ranks_of_worker), group.device)
+    # A worker that has a whole model builds it before it knows the others, whose number may change.
+    layout = run.layout.model_copy(update={"data": None}) if run.layout.is_plain else run.layout
     module = parallelize(
         module,
-        run.layout,
+        layout,
         group=group,
         tensor_plan=run.tensor_plan,
         pipeline=run.pipeline,

@@ -134,7 +134,7 @@ def test_the_command_refuses_what_it_cannot_read(tmp_path):
     with pytest.raises(SettingsError, match="--spec must be a file that can be read"):
         simulate_training(tmp_path / "none.json", None, None)
     result = CliRunner().invoke(app, ["simulate", "all-reduce", "--spec", str(tmp_path)])
-    assert "--spec and --calibrate must be with training" in str(result.exception)
+    assert "--spec, --calibrate and --profile must be with training" in str(result.exception)
 
 
 def test_pricing_steps_needs_no_torch():

@@ -1,4 +1,4 @@
-"""Layer 9: published tables, measured again in shape: our numbers beside theirs."""
+"""Layer 10: published tables, measured again in shape: our numbers beside theirs."""
 
 from paceline.benchmarks.reproductions.base import Reproduction
 from paceline.benchmarks.reproductions.language_model_sync import LanguageModelSync

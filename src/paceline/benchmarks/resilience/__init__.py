@@ -1,4 +1,4 @@
-"""Layer 9: `bench resilience`, what a lost worker costs."""
+"""Layer 10: `bench resilience`, what a lost worker costs."""
 
 from paceline.benchmarks.resilience.benchmark import ResilienceBenchmark
 

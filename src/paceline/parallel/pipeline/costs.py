@@ -1,7 +1,7 @@
 """The cost of each layer of a model, estimated or measured, and the stages that balance it."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from math import prod
 from statistics import median
@@ -71,7 +71,7 @@ def _cpu_attention_flops(query: Size, key: Size, value: Size, *_: Any, **__: Any
     return int(sdpa_flop_count(query, key, value))
 
 
-FLOPS = {
+FLOPS: dict[Any, Callable[..., int]] = {
     torch.ops.aten.mkldnn_rnn_layer: _mkldnn_rnn_flops,
     torch.ops.aten._cudnn_rnn: _cudnn_rnn_flops,
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _cpu_attention_flops,

@@ -1,4 +1,4 @@
-"""Layer 9: an actor and its critic, which learn a control task from episodes that they play."""
+"""Layer 10: an actor and its critic, which learn a control task from episodes that they play."""
 
 from paceline.optim import Adam
 from paceline.recipes.actor_critic.episodes import CartPole

@@ -1,4 +1,4 @@
-"""Layer 9: a bidirectional Transformer that learns to predict masked bytes of a text."""
+"""Layer 10: a bidirectional Transformer that learns to predict masked bytes of a text."""
 
 from paceline.data.masked_text import MaskedText
 from paceline.optim import AdamW

@@ -1,4 +1,4 @@
-"""Layer 9: ResNets that classify images."""
+"""Layer 10: ResNets that classify images."""
 
 from paceline.data.images import Images
 from paceline.optim import SGD

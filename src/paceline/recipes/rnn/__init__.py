@@ -1,4 +1,4 @@
-"""Layer 9: a recurrent network that classifies sequences."""
+"""Layer 10: a recurrent network that classifies sequences."""
 
 from paceline.data.images import Images
 from paceline.optim import AdamW

@@ -1,4 +1,4 @@
-"""Layer 9: a decoder-only Transformer that learns to write text, byte by byte."""
+"""Layer 10: a decoder-only Transformer that learns to write text, byte by byte."""
 
 from paceline.data.text import Text
 from paceline.optim import AdamW

@@ -7,6 +7,7 @@ from paceline.simulator.training.contract import Row, read_rows
 from paceline.simulator.training.description import Description, describe
 from paceline.simulator.training.memory import MemoryEstimate, estimate_memory
 from paceline.simulator.training.shapes import ModelShape
+from paceline.simulator.training.traced_shape import TracedShape
 
 __all__ = [
     "Description",
@@ -14,6 +15,7 @@ __all__ = [
     "ModelShape",
     "Row",
     "StepCase",
+    "TracedShape",
     "answer_rows",
     "describe",
     "estimate_memory",

@@ -24,7 +24,7 @@ QUANTILE = 1.645
 """Standard deviations on either side of a 90 % interval of a normal distribution."""
 _UNKNOWN_SPREAD = 0.20
 """Additional standard deviation of a step's logarithm on hardware that no shipped row knows."""
-_MEMORY_ROW_SPREAD = 0.04
+MEMORY_ROW_SPREAD = 0.04
 """Standard deviation of measured memory around its case: what other rows of the case cannot say."""
 
 
@@ -45,18 +45,28 @@ def answer_rows(rows: Sequence[Row], measured: Sequence[Row] = ()) -> dict[str, 
             described[number] = describe(make_case(row))
         except PacelineError as error:
             refusals[number] = explain_refusal(error)
-    posterior = load_posterior()
-    if any(row.measured is not None and row.measured.step_s is not None for row in measured):
-        seen = _check_measured(measured)
-        posterior = posterior.correct(seen.observe(range(len(seen.rows))))
+    posterior = find_posterior(measured)
     memory = _correct_memory(measured)
     answers: dict[int, dict[str, Any]] = {
         number: {"id": rows[number].id, "error": reason} for number, reason in refusals.items()
     }
     if described:
-        priced = _price(list(described.values()), posterior, memory)
+        priced = answer_described(list(described.values()), posterior, memory)
         answers |= dict(zip(described, priced, strict=True))
     return {"version": VERSION, "rows": [answers[number] for number in range(len(rows))]}
+
+
+def find_posterior(measured: Sequence[Row]) -> Posterior:
+    """Return what is believed of the parameters, corrected by rows of the case at hand if their steps were measured.
+
+    Raises:
+        SettingsError: A measured row cannot be priced.
+    """
+    posterior = load_posterior()
+    if not any(row.measured is not None and row.measured.step_s is not None for row in measured):
+        return posterior
+    seen = _check_measured(measured)
+    return posterior.correct(seen.observe(range(len(seen.rows))))
 
 
 def _check_measured(measured: Sequence[Row]) -> Any:
@@ -75,13 +85,21 @@ def _correct_memory(measured: Sequence[Row]) -> tuple[float, float]:
         if row.measured is not None and row.measured.memory_bytes is not None:
             estimate = estimate_memory(describe(make_case(row))).total_bytes
             ratios.append(np.log(row.measured.memory_bytes / estimate))
-    precision = 1 / LOG_SPREAD**2 + len(ratios) / _MEMORY_ROW_SPREAD**2
-    return float(sum(ratios) / _MEMORY_ROW_SPREAD**2 / precision), float(np.sqrt(1 / precision + _MEMORY_ROW_SPREAD**2))
+    precision = 1 / LOG_SPREAD**2 + len(ratios) / MEMORY_ROW_SPREAD**2
+    return float(sum(ratios) / MEMORY_ROW_SPREAD**2 / precision), float(np.sqrt(1 / precision + MEMORY_ROW_SPREAD**2))
 
 
-def _price(
-    descriptions: Sequence[Description], posterior: Posterior, memory: tuple[float, float]
+def answer_described(
+    descriptions: Sequence[Description], posterior: Posterior, memory: tuple[float, float] | None = None
 ) -> list[dict[str, Any]]:
+    """Return the answers to described steps.
+
+    Args:
+        descriptions: The steps.
+        posterior: Beliefs about the parameters.
+        memory: Logarithm of the factor on memory, and its spread; None if no memory was measured.
+    """
+    memory = _correct_memory(()) if memory is None else memory
     batch = make_batch(descriptions)
     prediction = posterior.predict(batch, Features(descriptions))
     is_corrected = posterior.case is not None

@@ -96,7 +96,9 @@ _COLUMNS: dict[str, Callable[[Description], float]] = {
     "is_tf32": lambda d: _matrix_precision(d, d.case.precision) == "tf32",
     "hides_tensor": lambda d: d.case.sequence_parallel and d.case.attention == "fused",
     "hides_data": lambda d: not d.case.stack.startswith("megatron") or d.case.attention == "fused",
-    "is_fusing": lambda d: d.case.is_compiled or not d.case.model.reads_tokens or _is_modern_megatron(d),
+    "is_fusing": lambda d: (
+        d.workload.moves_all or d.case.is_compiled or not d.case.model.reads_tokens or _is_modern_megatron(d)
+    ),
     "has_newest": lambda d: d.case.device.generation in ("hopper", "blackwell") and _is_modern_megatron(d),
     "fuses_norm": lambda d: d.case.stack == "mlperf",
     "generation": lambda d: GENERATIONS.index(g) if (g := d.case.device.generation) in GENERATIONS else -1,
@@ -108,6 +110,7 @@ _COLUMNS: dict[str, Callable[[Description], float]] = {
     "num_ranks": lambda d: d.case.row.num_ranks,
     "micro_batches": lambda d: d.case.num_micro_batches,
     "fill": lambda d: d.fill,
+    "launch_fill": lambda d: d.launch_fill,
     "stages": lambda d: d.case.pipeline,
     "stage_blocks": lambda d: d.stage_blocks,
     "num_blocks": lambda d: d.case.model.num_blocks * d.stage_blocks,

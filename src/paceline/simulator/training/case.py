@@ -1,8 +1,9 @@
 """A training step whose every number is known: what a row says, and what is assumed where it is silent."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from pydantic import ValidationError
 
@@ -74,12 +75,21 @@ T = TypeVar("T")
 
 
 class _Assumptions:
-    """Values of a row, with those that were assumed written down."""
+    """Values of a row, with those that were assumed written down; a model may have settled some."""
 
-    def __init__(self) -> None:
+    def __init__(self, fixed: Mapping[str, Any]) -> None:
         self.names: list[str] = []
+        self._fixed = fixed
 
     def take(self, name: str, value: T | None, default: T) -> T:
+        if name in self._fixed:
+            settled: T = self._fixed[name]
+            if value not in (None, settled):
+                raise SettingsError(
+                    f"{name} must be {settled!r}, with which the model was traced, but got {value!r}; leave it out, or "
+                    "trace the model anew"
+                )
+            return settled
         if value is None:
             self.names.append(name)
             return default
@@ -105,8 +115,9 @@ def make_case(row: Row) -> StepCase:
 
 
 def _make_case(row: Row) -> StepCase:
-    assume = _Assumptions()
     model: ModelShape = ModelShape.model_validate(row.model)
+    assume = _Assumptions(model.fixed)
+    assume.names += model.uncertain
     for name in ("num_kv_heads", "num_heads", "feedforward", "is_gated", "is_tied", "positions", "vocabulary"):
         if name in type(model).model_fields and row.model.get(name) is None:
             assume.names.append(f"model.{name}")
@@ -157,7 +168,7 @@ def _make_case(row: Row) -> StepCase:
         recompute=assume.take("recompute", row.recompute, "none"),
         is_compiled=assume.take("is_compiled", row.is_compiled, False),
         optimizer=assume.take("optimizer", row.optimizer, "adamw" if model.reads_tokens else "sgd"),
-        stack=row.stack or "",
+        stack=row.stack or model.fixed.get("stack", ""),
         assumed=tuple(assume.names),
     )
 

@@ -94,7 +94,7 @@ def read_rows(document: object, what: str, *, measured: bool) -> list[Row]:
         raise SettingsError(f"version of {what} must be {VERSION}, but got {document['version']!r}; write that form")
     if not isinstance(document["rows"], Sequence) or isinstance(document["rows"], str):
         raise SettingsError(f"rows of {what} must be a list, but got {document['rows']!r}; write one")
-    rows = [_read_row(row, f"row {number} of {what}") for number, row in enumerate(document["rows"])]
+    rows = [read_row(row, f"row {number} of {what}") for number, row in enumerate(document["rows"])]
     for row in rows:
         if measured != (row.measured is not None):
             rule = "must have" if measured else "must not have"
@@ -102,7 +102,12 @@ def read_rows(document: object, what: str, *, measured: bool) -> list[Row]:
     return rows
 
 
-def _read_row(row: object, what: str) -> Row:
+def read_row(row: object, what: str) -> Row:
+    """Return a row, read strictly.
+
+    Raises:
+        SettingsError: A field is unknown or ill-typed.
+    """
     if isinstance(row, Mapping) and isinstance(row.get("id"), str):
         what = f"{what}, {row['id']}"
     try:

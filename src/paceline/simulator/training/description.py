@@ -1,11 +1,13 @@
 """A training step as numbers: operators and exchanges of the slowest rank, before any of them has a time."""
 
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from math import ceil
 
 from paceline.simulator.training.case import StepCase
 from paceline.simulator.training.exchanges import Axis, AxisGroup, Exchange
 from paceline.simulator.training.operators import Workload, WorkSlice
+from paceline.simulator.training.shapes import OWN_STACK, ModelShape
 
 OPTIMIZER_BYTES = {"adamw": 30.0, "adam": 30.0, "lamb": 54.0, "lars": 34.0, "sgd": 22.0, "momentum": 22.0}
 """Bytes that an update reads and writes for each parameter of a rank, in mixed precision."""
@@ -24,6 +26,7 @@ class Description:
         other_blocks: Share of all blocks in the other stages.
         other_heads: Whether one of those has the head.
         fill: Times that the other stages' micro-batch is waited for: the bubble.
+        launch_fill: Times that starting their kernels is: few of them are of gradients of weights.
         stage_parameters: Parameters of a rank of the slowest stage, before the sharded axis divides them.
         exchanges: Exchanges of the rank.
         optimizer_bytes: Bytes that its optimizer moves.
@@ -37,6 +40,7 @@ class Description:
     other_blocks: float
     other_heads: float
     fill: float
+    launch_fill: float
     stage_parameters: float
     exchanges: tuple[Exchange, ...]
     optimizer_bytes: float
@@ -45,12 +49,10 @@ class Description:
 
 def describe(case: StepCase) -> Description:
     """Return the numbers of a case."""
-    workload = case.model.count(_slice(case), case.image)
+    workload = _count(case.model, _slice(case), case.image)
     blocks, heads = _find_slowest_stage(case)
     parameters = workload.block_parameters * blocks + _ends_parameters(workload, case, heads)
     owned = parameters / case.num_shards
-    chunks = case.stages_per_rank if "interleaved" in case.order else 1
-    fill = (1 / 3 if "zero_bubble" in case.order else 1.0) / chunks
     per_parameter = OPTIMIZER_BYTES.get(case.optimizer, _UNKNOWN_OPTIMIZER_BYTES)
     return Description(
         case=case,
@@ -59,7 +61,8 @@ def describe(case: StepCase) -> Description:
         stage_heads=heads,
         other_blocks=1.0 - blocks,
         other_heads=1.0 - heads,
-        fill=fill if case.pipeline > 1 else 0.0,
+        fill=_count_fill(case, splits_backward="zero_bubble" in case.order),
+        launch_fill=_count_fill(case, splits_backward=False),
         stage_parameters=parameters,
         exchanges=tuple(_list_exchanges(case, workload, blocks, parameters)),
         optimizer_bytes=owned * per_parameter,
@@ -67,11 +70,34 @@ def describe(case: StepCase) -> Description:
     )
 
 
+def _count_fill(case: StepCase, *, splits_backward: bool) -> float:
+    """Return how much of one micro-batch's time in the other stages a rank is idle, by the formula of its order.
+
+    Fewer micro-batches than ranks leave gaps: a single one passes from rank to rank in every order, and what a split
+    backward gains is that gradients of weights (a third of the work) are no part of that way.
+    """
+    others = case.pipeline - 1
+    if not others:
+        return 0.0
+    missing = max(0.0, case.pipeline - case.num_micro_batches) / others
+    chunks = case.stages_per_rank if "interleaved" in case.order else 1
+    if splits_backward:
+        return (1 + (2 * chunks - 1) * missing) / (3 * chunks)
+    return (1 + (chunks - 1) * missing) / chunks
+
+
+@lru_cache(maxsize=2048)
+def _count(model: ModelShape, part: WorkSlice, image: tuple[int, ...]) -> Workload:
+    """Return what a model does: the same for many layouts, so that it is counted once."""
+    return model.count(part, image)
+
+
 def _slice(case: StepCase) -> WorkSlice:
     element = 4.0 if case.precision in ("fp32", "tf32") else 2.0
     weight = 1.0 if case.precision == "fp8" and case.device.find_precision("fp8") == "fp8" else element
     full, selective = case.recompute == "full", case.recompute == "selective"
-    by_operator = selective and case.attention == "fused"
+    own = selective and case.stack == OWN_STACK  # it keeps the results of all products
+    by_operator = selective and case.attention == "fused" and not own
     return WorkSlice(
         samples=case.samples,
         tokens=case.tokens / case.context,
@@ -83,8 +109,9 @@ def _slice(case: StepCase) -> WorkSlice:
         is_fused=case.attention == "fused",
         # Fused attention keeps no scores: what is recomputed selectively there is every other product.
         recomputed=1.0 if full else 0.5 if by_operator else 0.0,
-        recomputes_attention=full or (selective and not by_operator),
-        recomputed_bytes=1.0 if full or by_operator else 0.0,
+        recomputes_attention=full or (selective and not by_operator and not own),
+        recomputed_bytes=1.0 if full or by_operator or own else 0.0,
+        is_compiled=case.is_compiled,
     )
 
 
@@ -101,7 +128,7 @@ def _find_slowest_stage(case: StepCase) -> tuple[float, float]:
     else:
         middle, last = ceil(num_blocks / stages), num_blocks // stages
     # The stage is the same with and without recomputation, so that this cannot make a step shorter.
-    workload = case.model.count(_slice(replace(case, recompute="none")), case.image)
+    workload = _count(case.model, _slice(replace(case, recompute="none")), case.image)
     of_block = sum(f * c for f, c in zip(workload.blocks.flops, workload.blocks.counts, strict=True)) / num_blocks
     of_head = sum(f * c for f, c in zip(workload.head.flops, workload.head.counts, strict=True))
     if last * of_block + of_head > middle * of_block:
@@ -124,7 +151,7 @@ def _list_exchanges(case: StepCase, workload: Workload, blocks: float, parameter
         group = AxisGroup.of_axis(case.tensor, 1, case.paths)
         again = (
             1.5
-            if case.recompute == "full"
+            if case.recompute == "full" or (case.recompute == "selective" and case.stack == OWN_STACK)
             else 1.25
             if case.recompute == "selective" and case.attention == "fused"
             else 1.0

@@ -177,6 +177,16 @@ class Posterior:
         noise = ROW_SPREAD**2 * (self.case.row_widening if self.case is not None else 1.0)
         return StepPrediction(self.estimate(batch, features), np.sqrt(np.maximum(variance, 0.0) + noise))
 
+    def covary(self, batch: StepBatch, features: Features) -> Floats:
+        """Return the covariance of the logarithms of steps; its diagonal is the square of the spreads of `predict`."""
+        slopes = differentiate(batch, self.logs)[1]
+        of_steps, of_rows = (1.0, 1.0) if self.case is None else (self.case.widening, self.case.row_widening)
+        joint = slopes @ self.covariance @ slopes.T + of_steps * self.unexplained.left(features, features)
+        if self.case is not None:
+            together = slopes @ self.covariance @ self.case.slopes.T + self._alike(features, self.case)
+            joint -= together @ self.case.inverse @ together.T
+        return np.asarray(joint + np.eye(batch.num_steps) * of_rows * ROW_SPREAD**2)
+
     def _alike(self, features: Features, case: SeenCase) -> Floats:
         return case.widening * self.unexplained.left(features, case.features)
 

@@ -29,7 +29,7 @@ class Features:
             "pipeline": [case.pipeline for case in cases],
         }
         choices = {
-            "model": [case.model.name for case in cases],
+            "model": [case.model.likeness for case in cases],
             "generation": [case.device.generation for case in cases],
             "precision": [case.precision for case in cases],
             "attention": [case.attention for case in cases],

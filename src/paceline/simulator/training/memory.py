@@ -47,6 +47,8 @@ def estimate_memory(description: Description) -> MemoryEstimate:
     whole_block = workload.kept_bytes / case.model.num_blocks
     if case.recompute == "full":
         kept, block = workload.kept_inputs_bytes, whole_block
+    elif case.recompute == "selective" and workload.kept_selective_bytes is not None:
+        kept, block = workload.kept_selective_bytes + workload.kept_inputs_bytes, whole_block
     elif case.recompute == "selective" and case.attention == "fused":
         kept, block = workload.kept_bytes * _SAVED_BY_OPERATOR, whole_block
     elif case.recompute == "selective":

@@ -82,6 +82,7 @@ class WorkSlice:
         recomputed: Share of forward's matrix products that backward computes again.
         recomputes_attention: Whether backward computes attention again.
         recomputed_bytes: Share of forward's pointwise bytes that backward computes again.
+        is_compiled: Whether a compiler makes one kernel of operators that follow each other.
     """
 
     samples: float
@@ -95,6 +96,7 @@ class WorkSlice:
     recomputed: float
     recomputes_attention: bool
     recomputed_bytes: float
+    is_compiled: bool = False
 
 
 @dataclass(frozen=True)
@@ -115,6 +117,8 @@ class Workload:
         kept_scores_bytes: Bytes of attention's scores among them.
         kept_inputs_bytes: Bytes that are left of them with full recomputation: each block's input.
         head_bytes: Bytes that the head needs at once.
+        kept_selective_bytes: Bytes that are left of them with selective recomputation, where that is known.
+        moves_all: Whether bytes are those of each operator of these, not those of an idealised kernel of several.
     """
 
     blocks: Operators
@@ -130,3 +134,5 @@ class Workload:
     kept_scores_bytes: float
     kept_inputs_bytes: float
     head_bytes: float
+    kept_selective_bytes: float | None = None
+    moves_all: bool = False

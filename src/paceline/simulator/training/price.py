@@ -74,7 +74,7 @@ class _Pricing:
             "tensor": tensor_stage * micro,
             "context": exposed_context * micro,
             "pipeline": send * (micro + column["stages"] - 1) * (column["stages"] > 1),
-            "bubble": (computing_of_others + tensor_other + launch_of_others) * column["fill"],
+            "bubble": (computing_of_others + tensor_other) * column["fill"] + launch_of_others * column["launch_fill"],
             "sharded": exposed_shard * micro,
             "data": exposed_data,
             "slowdown": hidden * self.of("slowdown"),

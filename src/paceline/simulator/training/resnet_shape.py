@@ -1,6 +1,6 @@
 """Residual networks in closed form (He et al. 2016, with the stride on the middle convolution)."""
 
-from typing import ClassVar, Literal
+from typing import Literal
 
 from pydantic import Field
 
@@ -20,7 +20,10 @@ class ResNetShape(ModelShape):
     num_classes: int = Field(default=1000, ge=1)
     """Number of classes."""
 
-    reads_tokens: ClassVar[bool] = False
+    @property
+    def reads_tokens(self) -> bool:
+        """No: it reads images."""
+        return False
 
     @property
     def num_blocks(self) -> int:

@@ -1,7 +1,8 @@
 """Shapes of models that are priced in closed form: the contract and the Transformers."""
 
 from abc import abstractmethod
-from typing import Annotated, ClassVar, Literal, Self
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -9,6 +10,8 @@ from paceline.registry import Family, register
 from paceline.simulator.training.operators import Kind, Operators, Workload, WorkSlice
 
 Count = Annotated[int, Field(ge=1)]
+OWN_STACK = "paceline"
+"""Software of steps of our own."""
 
 
 class ModelShape(Family):
@@ -16,13 +19,40 @@ class ModelShape(Family):
 
     family = "model"
 
-    reads_tokens: ClassVar[bool] = True
-    """Whether a sample is a sequence of tokens; else it is an image."""
+    @property
+    def reads_tokens(self) -> bool:
+        """Whether a sample is a sequence of tokens; else it is an image."""
+        return True
+
+    @property
+    def fixed(self) -> dict[str, Any]:
+        """Fields of a row that the shape has settled, by name: no row may say otherwise."""
+        return {}
+
+    @property
+    def uncertain(self) -> tuple[str, ...]:
+        """What of it could not be counted, for the list of what was assumed."""
+        return ()
+
+    @property
+    def likeness(self) -> str:
+        """Name of the kind of model whose steps are like its own."""
+        return self.name
 
     @property
     @abstractmethod
     def num_blocks(self) -> int:
         """Number of blocks that a pipeline can be cut between."""
+
+    @property
+    def attends(self) -> bool:
+        """Whether it has attention, which context ranks can share."""
+        return self.reads_tokens
+
+    @property
+    def divided(self) -> Mapping[str, int] | None:
+        """Numbers of things that tensor ranks divide evenly, by what they are; None if they cannot share it."""
+        return None
 
     @abstractmethod
     def count(self, part: WorkSlice, image: tuple[int, ...]) -> Workload:
@@ -71,6 +101,14 @@ class _Transformer(ModelShape):
     def heads(self) -> int:
         """Attention heads, assumed if not known."""
         return self.num_heads or max(1, round(self.width / 128))
+
+    @property
+    def divided(self) -> dict[str, int]:
+        """Its heads, and the outputs of its matrices."""
+        kv_heads = self.num_kv_heads or self.heads
+        return {
+            "num_heads": self.heads, "num_kv_heads": kv_heads, "feedforward": self.inner, "vocabulary": self.words
+        }  # fmt: skip
 
     @property
     def kv_width(self) -> float:

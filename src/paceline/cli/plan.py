@@ -1,0 +1,212 @@
+"""`paceline plan`: the best way to train a model on machines and within limits, with reasons."""
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from paceline.cli import plan_options as options
+from paceline.errors import SettingsError, storing
+
+if TYPE_CHECKING:
+    from paceline.planner.planning import Planned
+
+
+def plan(
+    context: typer.Context,
+    recipe: options.Recipe = None,
+    cluster: options.Cluster = None,
+    num_ranks: options.NumRanks = None,
+    model: options.Model = None,
+    row: options.Row = "{}",
+    global_batch: options.GlobalBatch = None,
+    num_steps: options.NumSteps = None,
+    within: options.Within = None,
+    budget: options.Budget = None,
+    energy: options.Energy = None,
+    carbon: options.Carbon = None,
+    zone: options.Zone = "world",
+    memory: options.Memory = None,
+    price: options.Price = None,
+    prices: options.Prices = None,
+    calibrate: options.Calibrate = None,
+    out: options.Out = Path("plan.json"),
+    json_file: options.JsonFile = None,
+) -> None:
+    """Plan a training: which layout, micro-batches, recomputation and ranks, how long, at what cost, and why.
+
+    All ways that `paceline train` would not refuse are priced. Only ways that train the same model are considered.
+    Every setting of the recipe can be overridden, as for `paceline train`.
+
+    `paceline plan mine.py:run --cluster dgx_h100 --num_ranks 64 --within 8h`, then
+    `paceline train mine.py:run --plan plan.json`. Without a recipe: `paceline plan --model '{"name": "decoder",
+    "num_layers": 40, "width": 6144}' --cluster dgx_h100 --num_ranks 64 --global_batch 1024`.
+    """
+    from paceline.cli.overrides import parse_pairs
+    from paceline.planner.limits import list_machines, parse_budget, parse_energy, parse_time
+    from paceline.planner.problem import Limits
+    from paceline.topology import Site
+
+    overrides = parse_pairs(context.args)
+    site = Site(zone=zone)
+    limits = Limits(
+        None if within is None else parse_time(within),
+        None if budget is None else parse_budget(budget),
+        parse_energy(energy, carbon, site),
+    )
+    machines = list_machines(_read_clusters(cluster), num_ranks, memory, price or [], prices)
+    if (recipe is None) == (model is None):
+        found = "neither" if recipe is None else "both"
+        raise SettingsError(f"either a recipe or --model must be given, but got {found}; give one")
+    fields = _read_row(row)
+    if recipe is None:
+        if overrides:
+            raise SettingsError(
+                f"overrides must be of a recipe, but got --{overrides[0][0]} with --model; put it into --model or --row"
+            )
+        assert model is not None
+        planned = _plan_shape(
+            _read_json(model, "--model"), fields, machines, global_batch, num_steps, limits, site, calibrate
+        )
+        digest = ""
+    else:
+        from paceline.cli.plan_recipe import plan_recipe
+
+        given = {"global_batch": global_batch, "num_steps": num_steps}
+        overrides += [(name, str(value)) for name, value in given.items() if value is not None]
+        recipe, planned, digest = plan_recipe(
+            recipe, overrides, fields, machines, limits, site, _read_posterior(calibrate)
+        )
+    _print(planned)
+    _write(planned, recipe, digest, out, json_file)
+
+
+def _plan_shape(
+    model: Any,
+    fields: dict[str, Any],
+    machines: Any,
+    global_batch: int | None,
+    num_steps: int | None,
+    limits: Any,
+    site: Any,
+    calibrate: Path | None,
+) -> "Planned":
+    from paceline.planner.planning import make_plan
+    from paceline.planner.problem import PlanProblem, choose_precision
+    from paceline.simulator.training.contract import read_row
+
+    if global_batch is None:
+        raise SettingsError("--global_batch must be given with --model, but is not; give the samples of a step")
+    row = read_row({"id": "plan", "num_ranks": 1, **fields, "model": model}, "--row")
+    precision = row.precision or choose_precision(machines)
+    problem = PlanProblem(row, global_batch, machines, (precision,), num_steps, limits, site)
+    return make_plan(problem, _read_posterior(calibrate))
+
+
+def _read_posterior(calibrate: Path | None) -> Any:
+    from paceline.cli.clusters import read_json
+    from paceline.simulator.training import read_rows
+    from paceline.simulator.training.answers import find_posterior
+
+    if calibrate is None:
+        return find_posterior(())
+    return find_posterior(read_rows(read_json(calibrate, "--calibrate"), str(calibrate), measured=True))
+
+
+def _read_clusters(names: list[str] | None) -> list[tuple[str, Any]]:
+    from paceline.cli.clusters import read_cluster
+    from paceline.planner.limits import describe_this_machine
+
+    if not names:
+        return [("this machine", describe_this_machine())]
+    return [(Path(name).stem if name.endswith(".json") else name, read_cluster(name)) for name in names]
+
+
+def _read_row(text: str) -> dict[str, Any]:
+    """Return the fields of a row that are given beside the model."""
+    fields = _read_json(text, "--row")
+    if not isinstance(fields, dict):
+        raise SettingsError(f"--row must be a JSON object of fields, but got {text!r}; write one")
+    planned = ("id", "model", "num_ranks", "cluster", "device", "layout", "pipeline", "micro_batch", "global_batch")
+    if taken := [name for name in (*planned, "recompute", "sync", "measured", "family") if name in fields]:
+        raise SettingsError(f"--row must leave out what is planned or has an option, but got {taken[0]}; remove it")
+    return fields
+
+
+def _read_json(text: str, what: str) -> Any:
+    from paceline.cli.clusters import read_json
+
+    if text.endswith(".json"):
+        return read_json(Path(text), what)
+    try:
+        return json.loads(text)
+    except ValueError as error:
+        raise SettingsError(f"{what} must be JSON or a file of it, but got {text!r}: {error}; correct it") from error
+
+
+def _write(planned: "Planned", recipe: str | None, digest: str, out: Path, json_file: Path | None) -> None:
+    from paceline.planner.planning import to_document, to_plan
+
+    to_plan(planned, recipe, digest).save(out)
+    if json_file is not None:
+        with storing(json_file):
+            json_file.write_text(json.dumps(to_document(planned), indent=1) + "\n")
+    if recipe is None:
+        typer.echo(f"written: {out}")
+    else:
+        typer.echo(f"written: {out}; train it with: paceline train {recipe} --plan {out}")
+
+
+def _print(planned: "Planned") -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    from paceline.planner.planning import describe_choice, describe_what_if
+
+    console = Console()
+    if not console.is_terminal:
+        console.width = 200
+    for line in describe_choice(planned):
+        typer.echo(line)
+    typer.echo("\nwhat would change it, by time of a step:")
+    for change in planned.what_ifs:
+        typer.echo(f"  {describe_what_if(change, planned.candidate)}")
+    typer.echo("\nwhy not its neighbours:")
+    for neighbour in planned.neighbours:
+        typer.echo(f"  {neighbour.change}: {neighbour.reason}")
+    typer.echo("\nnothing that was searched is better in time, money, energy and memory at once than each of these:")
+    names = (
+        "plan",
+        "machines",
+        "step, s",
+        *(["money an hour"] if planned.problem.has_prices else []),
+        "kJ",
+        "GB a rank",
+    )
+    table = Table(*names, box=None)
+    for index in planned.shown():
+        table.add_row(*_front_row(planned, index))
+    console.print(table, markup=False)
+    rest = len(planned.choice.front) - len(planned.shown())
+    more = f" ({rest} more in --json)" if rest > 0 else ""
+    searched, left = planned.space, planned.space.left_out
+    typer.echo(
+        f"\nsearched {len(searched.candidates):,} candidates in {planned.took_s:.3g} s; training refuses "
+        f"{searched.num_refused + len(planned.refused):,} others, {planned.num_pruned:,} do not fit by far; front of "
+        f"{len(planned.choice.front)}{more}" + (f"; not searched: {left}" if left else "")
+    )
+    if assumed := planned.answer["assumed"]:
+        typer.echo(f"basis: {planned.answer['basis']}; assumed: {', '.join(assumed)}")
+
+
+def _front_row(planned: "Planned", index: int) -> list[str]:
+    from paceline.monitor.formatting import number
+
+    step_s, money, energy_j, memory = planned.choice.objectives[index].tolist()
+    candidate = planned.choice.pool.needs[index].candidate
+    cells = [candidate.describe(), planned.problem.machines[candidate.machines].name, number(step_s)]
+    if planned.problem.has_prices:
+        cells.append(number(money * 3600 / step_s))
+    marker = "* " if index == planned.choice.index else "  "
+    return [marker + cells[0], *cells[1:], number(energy_j / 1e3), f"{memory / 1e9:.3g}"]

@@ -1,0 +1,135 @@
+"""The plan of a recipe: its model traced, its settings kept, and what is shown checked as training would check it."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from paceline.cli.overrides import apply_overrides
+from paceline.cli.prepare import absolute_recipe, make_run
+from paceline.compression import NoCodec
+from paceline.errors import PacelineError, SettingsError
+from paceline.planner.candidate import Candidate, Division, Machines
+from paceline.planner.plan_file import fingerprint, to_text
+from paceline.planner.planning import Planned, Trial, make_plan
+from paceline.planner.problem import Limits, PlanProblem
+from paceline.planner.workload import trace_workload
+from paceline.simulator.training.contract import read_row
+from paceline.simulator.training.fit import Posterior
+from paceline.sync import EveryStep
+from paceline.topology import Site
+from paceline.training.compiling import NO_COMPILER
+from paceline.training.memory_fit import estimate
+from paceline.training.rehearsal import RehearsalError, check_workers
+
+if TYPE_CHECKING:
+    from paceline.data.base import Splits
+    from paceline.training.run import Run
+
+_MOST_REHEARSED = 8
+"""Ranks of a replica up to which a candidate is rehearsed, on tensors without contents, before it is shown."""
+
+
+def plan_recipe(
+    recipe: str,
+    overrides: list[tuple[str, str]],
+    fields: Mapping[str, Any],
+    machines: tuple[Machines, ...],
+    limits: Limits,
+    site: Site,
+    posterior: Posterior,
+) -> tuple[str, Planned, str]:
+    """Plan a recipe.
+
+    Args:
+        recipe: Name or path of it.
+        overrides: Settings of the command line.
+        fields: Fields of a row of the contract that are given beside the model.
+        machines: Machines on offer.
+        limits: Limits of the run.
+        site: Place of the machines.
+        posterior: Beliefs about the parameters of steps.
+
+    Returns:
+        The recipe with its whole path, the plan, and the digest of what it leaves as it is.
+
+    Raises:
+        SettingsError: The recipe, its rule, or a setting cannot be planned; or nothing fits.
+    """
+    run = make_run(recipe, overrides)
+    _check_rule(run)
+    splits = run.open_data()
+    on_cpu = all(one.cluster.device is not None and one.cluster.device.is_host for one in machines)
+    shape = trace_workload(run, splits, on_cpu=on_cpu)
+    row = read_row(
+        {
+            "id": "plan",
+            "num_ranks": 1,
+            "is_compiled": run.compiler != NO_COMPILER,
+            "optimizer": run.optimizer.name,
+            **fields,
+            "model": shape.model_dump(mode="json"),
+        },
+        "--row",
+    )
+    problem = PlanProblem(row, run.global_batch, machines, (run.precision,), run.count_steps(splits), limits, site)
+    planned = make_plan(problem, posterior, _make_trial(run, splits))
+    chosen = apply_candidate(run, planned.candidate)
+    return absolute_recipe(recipe), planned, fingerprint(chosen)
+
+
+def apply_candidate(run: "Run", candidate: Candidate) -> "Run":
+    """Return a run with the settings of a candidate.
+
+    Raises:
+        SettingsError: The candidate does not fit the run's other settings.
+    """
+    return apply_overrides(run, [(path, to_text(value)) for path, value in candidate.list_overrides().items()])
+
+
+def _check_rule(run: "Run") -> None:
+    if not (isinstance(run.sync, EveryStep) and isinstance(run.sync.codec, NoCodec)):
+        raise SettingsError(
+            f"sync must be every_step without a codec to be planned, which prices exact ways only, but got {run.sync}; "
+            "plan with --sync every_step"
+        )
+
+
+def _make_trial(run: "Run", splits: "Splits") -> Trial:
+    """Return what training says of a candidate: its checks of settings and model, and a rehearsal of few ranks."""
+    rehearsed: dict[Division, str] = {}
+
+    def find_refusal(candidate: Candidate) -> str:
+        try:
+            planned = apply_candidate(run, candidate)
+            check_workers(planned, candidate.division.num_workers, splits)
+        except PacelineError as error:
+            return " ".join(str(error).split())
+        least = _reduce(candidate.division)
+        if least not in rehearsed:
+            rehearsed[least] = _rehearse(run, replace(candidate, division=least), splits)
+        return rehearsed[least]
+
+    return find_refusal
+
+
+def _reduce(division: Division) -> Division:
+    """Return the fewest ranks that divide a model as those of a division do."""
+    return replace(division, data=1, sharded=min(2, division.sharded))
+
+
+def _rehearse(run: "Run", candidate: Candidate, splits: "Splits") -> str:
+    """Return why ranks that share a model would refuse their parts of it; empty if they would not, or cannot tell."""
+    division = candidate.division
+    if division.num_ranks > _MOST_REHEARSED or division.ranks_of_worker == 1:  # shards of any model can be made
+        return ""
+    batch = max(candidate.num_micro_batches, division.num_workers, 2)
+    try:
+        planned = apply_candidate(run.model_copy(update={"global_batch": batch * division.num_workers}), candidate)
+        estimate(planned, splits, division.num_ranks, torch.device("cpu"))
+    except RehearsalError:  # it cannot be told before ranks start
+        return ""
+    except PacelineError as error:
+        return " ".join(str(error).split())
+    return ""

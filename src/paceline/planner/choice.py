@@ -1,0 +1,153 @@
+"""The choice among candidates that fit: by time, or by money or energy where a limit of time is given."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import log
+from types import MappingProxyType
+
+import numpy as np
+
+from paceline.errors import SettingsError
+from paceline.planner.candidate import Candidate
+from paceline.planner.front import find_front
+from paceline.planner.pool import MEMORY_HIGH, OBJECTIVES, Needs, Pool
+from paceline.planner.problem import PlanProblem
+from paceline.simulator.training.answers import QUANTILE
+from paceline.topology.cluster import Floats, Integers
+
+_ALIKE = 1.01
+"""Ratio to the best up to which the plainer candidate is taken."""
+_MOST_TIES = 20
+"""Candidates that are nearest to the choice, which are compared with it."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A chosen candidate of a pool.
+
+    Args:
+        pool: The pool.
+        objectives: Time, money, energy and memory of its candidates.
+        index: Index of the chosen one: on the front, or a plainer one that ties with the best.
+        front: Indices of those that no other beats in everything, among those that keep the limits; fastest first.
+        ties: Indices of those whose time differs from the choice's by less than is known.
+        by: Objective that it is best in.
+    """
+
+    pool: Pool
+    objectives: Floats
+    index: int
+    front: tuple[int, ...]
+    ties: tuple[int, ...]
+    by: str
+
+    @property
+    def needs(self) -> Needs:
+        """What the chosen candidate needs."""
+        return self.pool.needs[self.index]
+
+
+def choose(pool: Pool, least: Needs | None, refused: Mapping[Candidate, str] = MappingProxyType({})) -> Choice:
+    """Return the choice among candidates that fit and keep the limits.
+
+    Args:
+        pool: Candidates, priced.
+        least: Candidate of all that needs least memory.
+        refused: Candidates that training has turned out to refuse, with the reason.
+
+    Raises:
+        SettingsError: None fits or keeps the limits; the message names the nearest.
+    """
+    problem = pool.problem
+    allowed = pool.fits & np.array([one.candidate not in refused for one in pool.needs], dtype=bool)
+    if not allowed.any() and pool.fits.any():
+        reason = next(iter(refused.values()))
+        raise SettingsError(f"nothing fits: training refuses all candidates that memory would hold: {reason}")
+    if not allowed.any():
+        raise _nothing_fits(problem, least)
+    objectives = pool.objectives()
+    kept = np.flatnonzero(allowed & _keeps_limits(problem, objectives))
+    if not len(kept):
+        raise _nothing_keeps(pool, objectives, np.flatnonzero(allowed))
+    by = _find_objective(problem)
+    front = kept[find_front(objectives[kept])]
+    index = _find_plainest(pool, objectives[:, OBJECTIVES.index(by)], kept)
+    ordered = sorted(front.tolist(), key=lambda one: objectives[one].tolist())
+    near = sorted(kept.tolist(), key=lambda one: abs(np.log(objectives[one, 0] / objectives[index, 0])))[:_MOST_TIES]
+    ties = tuple(one for one in find_ties(pool, index, near) if one != index)
+    return Choice(pool, objectives, index, tuple(ordered), ties, by)
+
+
+def _find_plainest(pool: Pool, primary: Floats, kept: Integers) -> int:
+    """Return the best of some candidates: one that divides no model among ranks unless others are surely better.
+
+    Dividing it has costs that no number here is of (schedules, more kernels), and ends more things that can fail.
+    """
+    best = int(kept[int(np.argmin(primary[kept]))])
+    undivided = kept[[pool.needs[one].candidate.division.ranks_of_worker == 1 for one in kept]]
+    if len(undivided):
+        plain = int(undivided[int(np.argmin(primary[undivided]))])
+        spread = float(pool.ratio_spreads([best, plain])[0, 1])
+        if log(primary[plain] / primary[best]) <= QUANTILE * spread:
+            best, kept = plain, undivided
+    alike = kept[primary[kept] <= primary[best] * _ALIKE]
+    return int(min(alike, key=lambda one: (pool.needs[one].candidate.plainness, primary[one])))
+
+
+def find_ties(pool: Pool, index: int, others: list[int]) -> list[int]:
+    """Return those of `others` whose step differs from that of `index` by less than is known."""
+    chosen = [index, *others]
+    spreads = pool.ratio_spreads(chosen)[0, 1:]
+    distances = np.abs(np.log(pool.step_s[others] / pool.step_s[index]))
+    return [one for one, is_tie in zip(others, distances <= QUANTILE * spreads, strict=True) if is_tie]
+
+
+def _find_objective(problem: PlanProblem) -> str:
+    if problem.limits.within_s is None:
+        return "step_s"
+    return "money" if problem.has_prices else "energy_j"
+
+
+def _keeps_limits(problem: PlanProblem, objectives: Floats) -> "np.ndarray[tuple[int], np.dtype[np.bool_]]":
+    kept = np.ones(len(objectives), dtype=bool)
+    for limit, column in _list_limits(problem):
+        kept &= objectives[:, column] <= limit
+    return kept
+
+
+def _list_limits(problem: PlanProblem) -> list[tuple[float, int]]:
+    """Return limits of a step, each with the column of the objective that it is of."""
+    limits = problem.limits
+    pairs = ((limits.within_s, 0), (limits.budget, 1), (limits.energy_j, 2))
+    return [(limit / (problem.num_steps or 1), column) for limit, column in pairs if limit is not None]
+
+
+def _nothing_fits(problem: PlanProblem, least: Needs | None) -> SettingsError:
+    if least is None:
+        return SettingsError(
+            "nothing fits: training refuses every layout of these ranks; take another --num_ranks or --global_batch"
+        )
+    name = problem.machines[least.candidate.machines].name
+    return SettingsError(
+        f"nothing fits: the nearest needs {least.memory_bytes * MEMORY_HIGH / 1e9:.3g} GB a rank (estimated "
+        f"{least.memory_bytes / 1e9:.3g}) of {least.available_bytes / 1e9:.3g} GB on {name}: "
+        f"{least.candidate.describe()}; take more ranks, devices with more memory, or a smaller model"
+    )
+
+
+def _nothing_keeps(
+    pool: Pool, objectives: Floats, allowed: "np.ndarray[tuple[int], np.dtype[np.int64]]"
+) -> SettingsError:
+    problem = pool.problem
+    limits = _list_limits(problem)
+    excess = np.max([objectives[allowed, column] / limit for limit, column in limits], axis=0)
+    nearest = int(allowed[int(np.argmin(excess))])
+    steps = problem.num_steps or 1
+    time_s, money, energy_j, _ = objectives[nearest] * steps
+    words = [f"{time_s / 3600:.3g} h"]
+    words += [f"{money:.4g} in money"] if problem.has_prices else []
+    words += [f"{energy_j / 3.6e6:.3g} kWh"]
+    return SettingsError(
+        f"nothing keeps the limits: the nearest takes {', '.join(words)}, {float(excess.min()):.3g} times what is "
+        f"allowed: {pool.needs[nearest].candidate.describe()}; allow more, or offer other machines"
+    )

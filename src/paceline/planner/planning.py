@@ -1,0 +1,271 @@
+"""A plan made: candidates, memory, prices, choice, what training says of it, and reasons; as a document and words."""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from math import exp
+from typing import Any
+
+from paceline.errors import SettingsError
+from paceline.planner.candidate import Candidate
+from paceline.planner.choice import Choice, choose
+from paceline.planner.explain import Neighbour, WhatIf, describe_term, list_neighbours, list_what_ifs
+from paceline.planner.plan_file import Plan, PlannedMachines
+from paceline.planner.pool import MEMORY_HIGH, Pool, make_pool
+from paceline.planner.problem import PlanProblem
+from paceline.planner.space import Space, make_space
+from paceline.simulator.training.answers import answer_described
+from paceline.simulator.training.fit import Posterior
+from paceline.training.forecast import Forecast
+
+Trial = Callable[[Candidate], str]
+"""Function that returns why training refuses a candidate, as only the model itself shows; empty if it does not."""
+MOST_SHOWN = 12
+"""Candidates of the front that are shown; the document has all."""
+_MOST_TRIALS = 200
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A plan with its reasons.
+
+    Args:
+        problem: The problem.
+        space: Candidates of it.
+        choice: The choice, and the front.
+        answer: Answer to the chosen step, as in the contract.
+        what_ifs: Gains by changes of the machines.
+        neighbours: Candidates that differ from it in one thing.
+        num_pruned: Candidates that do not fit by far.
+        refused: Candidates that only the model itself showed to be refused, each with the reason.
+        took_s: Seconds that planning took.
+    """
+
+    problem: PlanProblem
+    space: Space
+    choice: Choice
+    answer: dict[str, Any]
+    what_ifs: tuple[WhatIf, ...]
+    neighbours: tuple[Neighbour, ...]
+    num_pruned: int
+    refused: dict[Candidate, str]
+    took_s: float
+
+    @property
+    def candidate(self) -> Candidate:
+        """The chosen candidate."""
+        return self.choice.needs.candidate
+
+    def shown(self) -> list[int]:
+        """Return the candidates of the front to show: the choice, the best in each thing, then others by time."""
+        objectives, front = self.choice.objectives, self.choice.front
+        wanted = [self.choice.index, *(min(front, key=lambda one: objectives[one, column]) for column in range(4))]
+        spaced = front[:: max(1, len(front) // MOST_SHOWN)]
+        chosen = list(dict.fromkeys([*wanted, *spaced]))[:MOST_SHOWN]
+        return sorted(chosen, key=lambda one: float(objectives[one, 0]))
+
+
+def make_plan(problem: PlanProblem, posterior: Posterior, trial: Trial = lambda _: "") -> Planned:
+    """Plan a problem.
+
+    Args:
+        problem: The problem.
+        posterior: Beliefs about the parameters of steps.
+        trial: Judgement of training itself on a candidate; those that it refuses are not chosen, nor shown.
+
+    Raises:
+        SettingsError: Nothing fits, or keeps the limits; the message names the nearest.
+    """
+    began_s = time.perf_counter()
+    space = make_space(problem)
+    pool, least = make_pool(problem, posterior, space.candidates)
+    refused: dict[Candidate, str] = {}
+    tried: set[Candidate] = set()
+    while True:
+        choice = choose(pool, least, refused)
+        planned = Planned(problem, space, choice, {}, (), (), len(space.candidates) - len(pool.needs), refused, 0.0)
+        new = [one.candidate for one in map(pool.needs.__getitem__, planned.shown()) if one.candidate not in tried]
+        if not new:
+            break
+        for candidate in new:
+            tried.add(candidate)
+            if reason := trial(candidate):
+                refused |= _refuse_alike(pool, candidate, reason)
+                break  # others may not be shown any more
+        if len(tried) > _MOST_TRIALS:
+            first = next(iter(refused.values()), "")
+            raise SettingsError(f"training must take one of the best plans, but refuses {len(tried)} of them: {first}")
+    answer = answer_described([choice.needs.description], posterior)[0]
+    return Planned(
+        problem,
+        space,
+        choice,
+        answer,
+        tuple(list_what_ifs(choice)),
+        tuple(list_neighbours(choice)),
+        len(space.candidates) - len(pool.needs),
+        refused,
+        time.perf_counter() - began_s,
+    )
+
+
+def _refuse_alike(pool: Pool, candidate: Candidate, reason: str) -> dict[Candidate, str]:
+    """Return a refused candidate, and all others that divide the model alike."""
+    key = _divide_model(candidate)
+    alike = [one.candidate for one in pool.needs if _divide_model(one.candidate) == key]
+    return dict.fromkeys([candidate, *alike], reason)
+
+
+def _divide_model(candidate: Candidate) -> tuple[object, ...]:
+    """Return what is the same of candidates whose ranks hold the same parts of the model."""
+    division = candidate.division
+    parts = division.tensor, division.context, division.pipeline, division.order, division.stages_per_rank
+    return parts if division.ranks_of_worker > 1 else (division.sharded, division.zero_stage)
+
+
+def to_document(planned: Planned) -> dict[str, Any]:
+    """Return all of a plan as JSON."""
+    choice, objectives = planned.choice, planned.choice.objectives
+    spreads = choice.pool.spreads(choice.front)
+    return {
+        "version": 1,
+        "choice": {
+            **_describe(planned, choice.index),
+            "row": planned.problem.row_of(planned.candidate).model_dump(mode="json", exclude_none=True),
+            "answer": planned.answer,
+        },
+        "by": choice.by,
+        "ties": [choice.pool.needs[one].candidate.describe() for one in choice.ties],
+        "front": [
+            {
+                **_describe(planned, one),
+                "step_s_low": float(objectives[one, 0] * exp(-1.645 * spread)),
+                "step_s_high": float(objectives[one, 0] * exp(1.645 * spread)),
+            }
+            for one, spread in zip(choice.front, spreads.tolist(), strict=True)
+        ],
+        "what_if": [
+            {
+                "change": one.change,
+                "same_plan": None if one.same_ratio is None else one.same_ratio - 1,
+                "best_plan": one.best_ratio - 1,
+                "best": one.best.describe(),
+            }
+            for one in planned.what_ifs
+        ],
+        "neighbours": [
+            {
+                "plan": one.candidate.describe(),
+                "change": one.change,
+                "verdict": one.verdict,
+                "reason": one.reason,
+                "slower": None if one.ratio is None else one.ratio - 1,
+                "term": one.term or None,
+            }
+            for one in planned.neighbours
+        ],
+        "searched": {
+            "candidates": len(planned.space.candidates),
+            "refused": planned.space.num_refused + len(planned.refused),
+            "pruned_by_memory": planned.num_pruned,
+            "left_out": planned.space.left_out or None,
+            "took_s": planned.took_s,
+        },
+    }
+
+
+def _describe(planned: Planned, index: int) -> dict[str, Any]:
+    needs = planned.choice.pool.needs[index]
+    step_s, money, energy_j, memory = planned.choice.objectives[index].tolist()
+    machines = planned.problem.machines[needs.candidate.machines]
+    return {
+        "plan": needs.candidate.describe(),
+        "cluster": machines.name,
+        "num_ranks": needs.candidate.division.num_ranks,
+        "num_hosts": needs.description.case.num_hosts,
+        "overrides": needs.candidate.list_overrides(),
+        "step_s": step_s,
+        "money": money if planned.problem.has_prices else None,
+        "energy_j": energy_j,
+        "carbon_kg": planned.problem.site.carbon_kg(energy_j),
+        "memory_bytes": memory,
+    }
+
+
+def to_plan(planned: Planned, recipe: str | None, digest: str) -> Plan:
+    """Return what `paceline train --plan` takes."""
+    candidate, answer = planned.candidate, planned.answer
+    machines = planned.problem.machines[candidate.machines]
+    num_ranks, num_hosts = candidate.division.num_ranks, planned.choice.needs.description.case.num_hosts
+    words = f"{num_ranks} rank{'s' * (num_ranks > 1)} of {machines.name}"
+    if any(answer[name] is None for name in ("step_s", "memory_bytes", "energy_j")):
+        raise SettingsError(f"a plan must have a price, but its step has none: {answer['error']}")
+    return Plan(
+        recipe=recipe,
+        fingerprint=digest,
+        overrides=candidate.list_overrides(),
+        num_workers=candidate.division.num_workers,
+        machines=PlannedMachines(name=machines.name, num_ranks=num_ranks, num_hosts=num_hosts, words=words),
+        predicted=Forecast(**{name: answer[name] for name in Forecast.model_fields}),
+        words=candidate.describe(),
+        why={key: value for key, value in to_document(planned).items() if key in ("what_if", "neighbours", "ties")},
+    )
+
+
+def describe_choice(planned: Planned) -> list[str]:
+    """Return the choice in words, one line each."""
+    answer, terms = planned.answer, planned.answer["terms"]
+    step_s, available = answer["step_s"], planned.choice.needs.available_bytes
+    memory_bytes, machines = answer["memory_bytes"], planned.problem.machines[planned.candidate.machines]
+    bound = answer["bound"]
+    ordered = sorted(terms.items(), key=lambda pair: -pair[1])
+    lines = [
+        f"plan: {planned.candidate.describe()} on {machines.name}",
+        f"step: {step_s:.4g} s ({answer['step_s_low']:.4g} to {answer['step_s_high']:.4g}), "
+        f"{planned.problem.global_batch / step_s:.4g} samples/s; {answer['energy_j'] / 1e3:.4g} kJ of all hosts",
+        f"memory of a rank: {memory_bytes / 1e9:.3g} GB (up to {memory_bytes * MEMORY_HIGH / 1e9:.3g}) of "
+        f"{available / 1e9:.3g} GB",
+        f"bound by {describe_term(bound)}, {terms[bound] / step_s:.0%} of the step; then "
+        + ", ".join(f"{describe_term(name)} {seconds / step_s:.0%}" for name, seconds in ordered[1:4]),
+    ]
+    if planned.problem.num_steps is not None:
+        lines.append(_describe_run(planned, planned.problem.num_steps))
+        lines.append(f"carbon: {planned.problem.site.describe_carbon()}")
+    if machines.price_words:
+        lines.append(f"price: {machines.price_words}")
+    if planned.choice.ties:
+        lines.append(
+            f"ties with {len(planned.choice.ties)} of the nearest candidates: the difference is less than is known"
+        )
+    return lines
+
+
+def _describe_run(planned: Planned, num_steps: int) -> str:
+    step_s, money, energy_j, _ = (planned.choice.objectives[planned.choice.index] * num_steps).tolist()
+    high = planned.answer["step_s_high"] * num_steps
+    words = f"run of {num_steps:,} steps: {_hours(step_s)} (up to {_hours(high)}), {energy_j / 3.6e6:.4g} kWh"
+    words += f", {planned.problem.site.carbon_kg(energy_j):.3g} kgCO2e"
+    words += f", {money:,.4g} in the price's currency" if planned.problem.has_prices else ""
+    within_s = planned.problem.limits.within_s
+    if within_s is not None and high > within_s:
+        words += f"; the upper end of its interval is beyond the {_hours(within_s)} that are allowed"
+    return words
+
+
+def _hours(seconds: float) -> str:
+    return (
+        f"{seconds / 3600:.3g} h"
+        if seconds >= 3600
+        else f"{seconds / 60:.3g} min"
+        if seconds >= 60
+        else f"{seconds:.3g} s"
+    )
+
+
+def describe_what_if(one: WhatIf, chosen: Candidate) -> str:
+    """Return a change of the machines in words."""
+    same = "" if one.same_ratio is None else f"{one.same_ratio - 1:+.0%} with this plan"
+    if one.best == chosen:
+        return f"{one.change}: {same or 'no change'}"
+    best = f"{one.best_ratio - 1:+.0%} with the best then ({one.best.describe()})"
+    return f"{one.change}: {'; '.join(filter(None, (same, best)))}"

@@ -1,0 +1,149 @@
+"""Candidates with what they need and cost: memory prunes them, and a closed form prices all that are left at once."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import exp, hypot
+
+import numpy as np
+
+from paceline.planner.candidate import Candidate
+from paceline.planner.problem import PlanProblem
+from paceline.simulator.training.answers import MEMORY_ROW_SPREAD, QUANTILE
+from paceline.simulator.training.batch import StepBatch, make_batch
+from paceline.simulator.training.description import Description, describe
+from paceline.simulator.training.energy import WORKING, estimate_energy_j
+from paceline.simulator.training.fit import Posterior
+from paceline.simulator.training.likeness import Features
+from paceline.simulator.training.memory import LOG_SPREAD, estimate_memory
+from paceline.simulator.training.price import TERMS
+from paceline.topology.cluster import Floats
+
+MEMORY_HIGH = exp(QUANTILE * hypot(LOG_SPREAD, MEMORY_ROW_SPREAD))
+"""Factor on estimated memory that one of twenty steps needs more than: what has to fit."""
+MORE_MEMORY = 1.25
+"""Factor on the memory of a rank up to which candidates that do not fit are priced: they show what more would buy."""
+OBJECTIVES = ("step_s", "money", "energy_j", "memory_bytes")
+_IS_WORKING = np.array([name in WORKING for name in TERMS])
+
+
+@dataclass(frozen=True)
+class Needs:
+    """A candidate with its step as numbers, and the memory that it needs.
+
+    Args:
+        candidate: The candidate.
+        description: Step of it, as numbers.
+        memory_bytes: Memory of its fullest rank.
+        available_bytes: Memory that a rank may use.
+    """
+
+    candidate: Candidate
+    description: Description
+    memory_bytes: float
+    available_bytes: float
+
+    @property
+    def fits(self) -> bool:
+        """Whether it fits at the upper end of its memory's interval."""
+        return self.memory_bytes * MEMORY_HIGH <= self.available_bytes
+
+
+def find_needs(problem: PlanProblem, candidate: Candidate) -> Needs:
+    """Return what a candidate needs."""
+    description = describe(problem.case(candidate))
+    machines = problem.machines[candidate.machines]
+    available = description.case.device.memory_bytes
+    if machines.memory_bytes is not None:
+        available = machines.memory_bytes
+    return Needs(candidate, description, estimate_memory(description).total_bytes, available)
+
+
+@dataclass(frozen=True)
+class Pool:
+    """Candidates of a problem, priced.
+
+    Args:
+        problem: The problem.
+        posterior: Beliefs about the parameters of steps.
+        needs: Candidates with what they need.
+        batch: Numbers of their steps.
+        features: Sizes and choices by which steps are alike.
+        terms: Seconds of each term of each step.
+    """
+
+    problem: PlanProblem
+    posterior: Posterior
+    needs: tuple[Needs, ...]
+    batch: StepBatch
+    features: Features
+    terms: Floats
+
+    @property
+    def step_s(self) -> Floats:
+        """Seconds of a step of each."""
+        return np.asarray(self.terms.sum(axis=1))
+
+    @property
+    def fits(self) -> "np.ndarray[tuple[int], np.dtype[np.bool_]]":
+        """Whether each fits into the memory of its ranks."""
+        return np.array([one.fits for one in self.needs], dtype=bool)
+
+    def objectives(self) -> Floats:
+        """Return time, money, energy and memory of a step of each, shape (candidates, 4); unknown money is 0."""
+        step_s = self.step_s
+        busy = self.terms[:, _IS_WORKING].sum(axis=1) / step_s
+        cases = [one.description.case for one in self.needs]
+        pairs = zip(cases, step_s.tolist(), busy.tolist(), strict=True)
+        energy = [estimate_energy_j(case, seconds, share) for case, seconds, share in pairs]
+        hourly = [self._price_per_hour(one) for one in self.needs]
+        memory = [one.memory_bytes for one in self.needs]
+        return np.stack([step_s, step_s * np.array(hourly) / 3600, np.array(energy), np.array(memory)], axis=1)
+
+    def _price_per_hour(self, needs: Needs) -> float:
+        price = self.problem.machines[needs.candidate.machines].price_per_hour
+        return needs.description.case.num_hosts * price if self.problem.has_prices and price is not None else 0.0
+
+    def with_columns(self, changes: Mapping[str, float]) -> "Pool":
+        """Return the same candidates on machines some of whose numbers are multiplied."""
+        columns = {name: values * changes.get(name, 1.0) for name, values in self.batch.columns.items()}
+        batch = replace(self.batch, columns=columns)
+        return replace(self, batch=batch, terms=self.posterior.estimate(batch, self.features))
+
+    def spreads(self, chosen: Sequence[int]) -> Floats:
+        """Return the standard deviation of the logarithm of a step of some."""
+        part = self.take(chosen)
+        return part.posterior.predict(part.batch, part.features).log_spreads
+
+    def ratio_spreads(self, chosen: Sequence[int]) -> Floats:
+        """Return the standard deviation of the logarithm of the ratio of steps of some, each with each.
+
+        What is uncertain of both alike cancels, so that a ratio is surer than either.
+        """
+        part = self.take(chosen)
+        joint = part.posterior.covary(part.batch, part.features)
+        own = np.diag(joint)
+        return np.sqrt(np.maximum(own[:, None] + own[None, :] - 2 * joint, 0.0))
+
+    def take(self, chosen: Sequence[int]) -> "Pool":
+        """Return some of the candidates, priced the same."""
+        return price_needs(self.problem, self.posterior, [self.needs[index] for index in chosen])
+
+
+def price_needs(problem: PlanProblem, posterior: Posterior, needs: Sequence[Needs]) -> Pool:
+    """Return candidates, priced."""
+    descriptions = [one.description for one in needs]
+    batch, features = make_batch(descriptions), Features(descriptions)
+    return Pool(problem, posterior, tuple(needs), batch, features, posterior.estimate(batch, features))
+
+
+def make_pool(
+    problem: PlanProblem,
+    posterior: Posterior,
+    candidates: Sequence[Candidate],
+    find: Callable[[PlanProblem, Candidate], Needs] = find_needs,
+) -> tuple[Pool, Needs | None]:
+    """Return the candidates that fit, or would with a quarter more memory, priced; and the one that needs least."""
+    needs = [find(problem, candidate) for candidate in candidates]
+    least = min(needs, key=lambda one: one.memory_bytes / one.available_bytes, default=None)
+    near = [one for one in needs if one.memory_bytes * MEMORY_HIGH <= one.available_bytes * MORE_MEMORY]
+    return price_needs(problem, posterior, near), least

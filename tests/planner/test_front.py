@@ -1,0 +1,104 @@
+"""The front, against its definition; and the choice of small problems, against looking at all candidates."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from problems import make_machines, make_problem, price
+
+from paceline.errors import SettingsError
+from paceline.planner.choice import choose
+from paceline.planner.front import find_front
+
+
+def find_slowly(objectives):
+    """Return the front by its definition: each row compared with each."""
+    rows = [tuple(row) for row in objectives]
+    beaten = [
+        any(all(a <= b for a, b in zip(other, row, strict=True)) and other != row for other in rows) for row in rows
+    ]
+    return [index for index, is_beaten in enumerate(beaten) if not is_beaten]
+
+
+@given(st.lists(st.tuples(*[st.integers(0, 4)] * 4), min_size=1, max_size=40))
+def test_the_front_is_what_no_other_row_beats(rows):
+    objectives = np.array(rows, dtype=float)
+    assert find_front(objectives).tolist() == find_slowly(objectives)
+
+
+def is_best(choice, kept, column):
+    """Return whether a choice is the best of some, or undivided and so near that nobody knows which is better."""
+    values, best = choice.objectives[:, column], kept[np.argmin(choice.objectives[kept, column])]
+    if values[choice.index] <= 1.01 * values[best]:
+        return True
+    spread = choice.pool.ratio_spreads([choice.index, best])[0, 1]
+    is_tie = np.log(values[choice.index] / values[best]) <= 1.01 * 1.645 * spread
+    return is_tie and choice.needs.candidate.division.ranks_of_worker == 1
+
+
+def test_the_front_and_the_choice_of_a_small_problem_are_those_of_looking_at_all():
+    problem = make_problem(make_machines(price=20.0), make_machines("dgx1", price=1.0))
+    pool, least = price(problem)
+    choice = choose(pool, least)
+    objectives, fits = pool.objectives(), np.flatnonzero(pool.fits)
+    assert 500 < len(fits) < len(pool.needs)
+    assert sorted(choice.front) == fits[find_slowly(objectives[fits])].tolist()
+    assert is_best(choice, fits, 0)
+    assert {pool.needs[one].candidate.machines for one in choice.front} == {0, 1}
+    times = objectives[list(choice.front), 0]
+    assert (np.diff(times) >= 0).all()
+
+
+def test_a_limit_of_time_asks_for_the_cheapest_that_keeps_it_and_one_of_money_for_the_fastest():
+    machines = make_machines(price=20.0), make_machines("dgx1", price=1.0)
+    free = make_problem(*machines, num_steps=1000)
+    pool, least = price(free)
+    fastest = choose(pool, least)
+    best_s = 1000 * fastest.objectives[fastest.index, 0]
+    kept = make_problem(*machines, num_steps=1000, within_s=30 * best_s)
+    cheap = choose(*price(kept))
+    objectives, fits = cheap.objectives, np.flatnonzero(cheap.pool.fits)
+    slow_enough = fits[objectives[fits, 0] * 1000 <= 30 * best_s]
+    assert cheap.by == "money"
+    assert is_best(cheap, slow_enough, 1)
+    assert objectives[cheap.index, 0] > fastest.objectives[fastest.index, 0]
+    spent = 1000 * objectives[cheap.index, 1]
+    bounded = choose(*price(make_problem(*machines, num_steps=1000, budget=1.1 * spent)))
+    affordable = fits[objectives[fits, 1] * 1000 <= 1.1 * spent]
+    assert is_best(bounded, affordable, 0)
+    assert bounded.objectives[bounded.index, 1] * 1000 <= 1.1 * spent
+
+
+@pytest.mark.parametrize(
+    ("problem", "words"),
+    [
+        ({"memory_bytes": 1e9}, r"nothing fits: the nearest needs 3.* GB a rank .* of 1 GB on dgx_a100: 8 ranks"),
+        ({"within_s": 1.0}, r"nothing keeps the limits: the nearest takes .* h, .* kWh, .* times what is allowed"),
+        ({"energy_j": 1.0}, r"nothing keeps the limits: .* kWh"),
+    ],
+)
+def test_without_any_that_fits_the_nearest_is_named(problem, words):
+    limits = {name: value for name, value in problem.items() if name != "memory_bytes"}
+    machines = make_machines(memory_bytes=problem.get("memory_bytes"))
+    pool, least = price(make_problem(machines, num_steps=1000, **limits))
+    with pytest.raises(SettingsError, match=words):
+        choose(pool, least)
+
+
+def test_limits_that_cannot_be_judged_are_refused():
+    with pytest.raises(SettingsError, match="--num_steps must be given with a limit"):
+        make_problem(within_s=1.0)
+    with pytest.raises(SettingsError, match="--budget must go with a price of each cluster, but dgx_a100 has none"):
+        make_problem(num_steps=10, budget=1.0)
+    with pytest.raises(SettingsError, match="--within must be more than 0, but got -1"):
+        make_problem(num_steps=10, within_s=-1.0)
+
+
+def test_a_model_is_divided_only_where_that_is_surely_faster():
+    tiny = {"name": "decoder", "num_layers": 8, "width": 128, "num_heads": 2, "vocabulary": 1000}
+    pool, least = price(make_problem(model=tiny, tokens=64, global_batch=8))
+    choice = choose(pool, least)
+    assert choice.needs.candidate.division.ranks_of_worker == 1
+    large = {"name": "decoder", "num_layers": 16, "width": 8192, "num_heads": 64}
+    pool, least = price(make_problem(make_machines("dgx_a100", 8), model=large, tokens=1024, global_batch=2))
+    assert choose(pool, least).needs.candidate.division.ranks_of_worker > 1  # two samples are too few for eight workers
