@@ -365,7 +365,7 @@ def test_a_best_checkpoint_that_is_gone_is_none_and_a_damaged_name_is_told(tmp_p
     store.save({}, {}, 1, is_best=True)
     (tmp_path / "step-00000001" / "COMMITTED").unlink()
     assert store.find_best() is None
-    for content in ("", "[]", "{}"):
+    for content in ("", "[]", "{}", "[" * 100_000):
         (tmp_path / "best.json").write_text(content)
         with pytest.raises(CheckpointError, match=r"best\.json must name the best checkpoint"):
             store.find_best()

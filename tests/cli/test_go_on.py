@@ -3,6 +3,7 @@
 import errno
 import io
 import os
+import signal
 import sys
 from contextlib import redirect_stdout
 
@@ -66,12 +67,21 @@ def select_here(kind):
 
 
 @pytest.mark.timeout(120)
-def test_one_command_starts_goes_on_and_finds_that_all_is_done(here, run_here):
+def test_one_command_starts_goes_on_and_finds_that_all_is_done(here, run_here, monkeypatch):
     (here / "run").mkdir()
     (here / "run" / ".run.json.123").write_text("{")  # it was killed while it wrote its first file
-    begun = run_here(*make_command(num_steps=4), "--workers", 2)
+    with monkeypatch.context() as patch:
+        patch.setattr("paceline.monitor.report.write_report", lambda _: os.kill(os.getpid(), signal.SIGTERM))
+        patch.setattr("paceline.launch.signals.leave", sys.exit)
+        begun = run_here(*make_command(num_steps=4), "--workers", 2)
     assert begun.returncode == 0, begun.stdout + begun.stderr
     assert "goes on" not in begun.stdout
+    assert "stopped by SIGTERM after the run was finished; its report: paceline train --resume" in begun.stderr
+    assert not (here / "run" / "report.html").exists()
+    resumed = run_here("train", "--resume", "run", "--workers", 1)
+    assert resumed.returncode == 0, resumed.stdout + resumed.stderr
+    assert "is finished, at step 4 of 4: nothing is left to do" in resumed.stdout
+    assert RunFile.load(here / "run").num_workers == 2
 
     (here / "run" / "report.html").unlink()  # as where the job was over before it was written
     done = run_here(*make_command(num_steps=4), "--workers", 2)

@@ -1,11 +1,14 @@
 """Policies of scaling, and what they may not return."""
 
 import math
+import os
 
 import pytest
 
 from paceline.elastic.policy import ScaleFacts, check_answer, efficient, read_prices
 from paceline.errors import SettingsError
+
+ODD_NUMBERS = ('{"price": 1' + "0" * 400 + "}", '{"price": 1' + "0" * 5000 + "}", "[" * 100_000)
 
 
 def run_policy(throughput, num_calls=12, most_workers=8, prices=None):
@@ -48,10 +51,16 @@ def test_a_number_in_range_is_taken():
     assert [check_answer(answer, 8) for answer in (1, 8)] == [1, 8]
 
 
-@pytest.mark.parametrize("text", ["", "[1]", '{"price": "much"}', '{"price": true}', '{"price": NaN}'])
+@pytest.mark.parametrize("text", ["", "[1]", '{"price": "much"}', '{"price": true}', '{"price": NaN}', *ODD_NUMBERS])
 def test_prices_must_be_numbers(tmp_path, text):
     (tmp_path / "prices").write_text(text)
     with pytest.raises(SettingsError, match=r"must hold (prices as JSON|one JSON object of numbers), but"):
         read_prices(tmp_path / "prices")
     (tmp_path / "prices").write_text('{"price_per_hour": 2}')
     assert read_prices(tmp_path / "prices") == {"price_per_hour": 2.0}
+
+
+def test_a_pipe_of_prices_is_waited_for_by_nobody(tmp_path):
+    os.mkfifo(tmp_path / "prices")
+    with pytest.raises(SettingsError, match="must hold prices as JSON, but could not be read"):
+        read_prices(tmp_path / "prices")

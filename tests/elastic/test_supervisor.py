@@ -4,6 +4,7 @@ import json
 import os
 import threading
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -386,7 +387,13 @@ def test_a_file_asks_a_worker_to_leave_within_a_time(tmp_path):
             lambda path: path.write_text('{"leave": "w1", "within_s": true}'),
             "more than 0 seconds, but got",
         ),
+        (
+            "x.request",
+            lambda path: path.write_text('{"leave": "w1", "within_s": 1' + "0" * 400 + "}"),
+            "more than 0 seconds, but got 1000",
+        ),
         ("x.request", lambda path: path.mkdir(), "a request must be a file, but"),
+        ("\udcff.leave", Path.touch, r"must be one of w0, w1, but got \udcff"),
         ("w1.leave", lambda path: path.mkdir(), "a request must be a file, but"),
         ("w1.leave", os.mkfifo, "a request must be a file, but"),
         ("w1.leave", lambda path: path.symlink_to(path), "must be readable by the launcher, but is not"),

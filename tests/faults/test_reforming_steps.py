@@ -1,19 +1,25 @@
 """Steps of equal workers that are applied in parts, or whose codec changes: one worker is lost in them."""
 
+import itertools
 import threading
 
 import pytest
+import torch
 from reforming_threads import LOST_STEP, WITHOUT_W1, assert_equal, changed_in, copy_of, lose_in, run_threads
+from torch import nn
 
 from paceline.checkpoint import Checkpoint
 from paceline.compression import OneBit
 from paceline.monitor.events import CodecChanged
 from paceline.monitor.reader import select
 from paceline.optim import SGD, AdamW
+from paceline.registry import register
 from paceline.replica.codec_chooser import CodecChooser
 from paceline.replica.gradients import Gradients
 from paceline.replica.landing import BucketLanding
-from paceline.training import loop
+from paceline.replica.reduction import GradientReduction
+from paceline.replica.step_buffers import StepBuffers
+from paceline.training import Model, loop
 
 
 @pytest.mark.parametrize("learning_rate", [0.05, 0.01], ids=["sgd", "adamw"])
@@ -92,3 +98,58 @@ def test_copies_undo_what_a_broken_step_has_applied(tmp_path, monkeypatch, chang
         model, optimizer = began[name]
         assert_equal(seen[1, name].before.parameters, model, atol=0)
         assert_equal(seen[1, name].optimizer, optimizer, atol=0)
+
+
+class Counting(nn.Module):
+    """A network whose forward changes saved buffers, and one that is not saved, of which its output depends too."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16, momentum=0.3), nn.ReLU(), nn.Linear(16, 3))
+        self.register_buffer("drift", torch.zeros(8), persistent=False)
+
+    def forward(self, inputs):
+        if self.training:
+            self.drift.mul_(0.9).add_(inputs[:, 1:].detach().mean(0))
+        return self.layers(inputs[:, 1:] + 0.1 * self.drift)
+
+
+@register("counting_network")
+class CountingNetwork(Model):
+    def build(self, spec):
+        return Counting()
+
+
+PLACES = {
+    "before": (StepBuffers, "exchange", lambda own, changed: True),
+    "between": (StepBuffers, "_flatten", lambda own, _, numbers: not own._held[numbers[0]].start.is_floating_point()),
+    "after": (GradientReduction, "finish", lambda own, **_: True),
+}
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_a_worker_lost_around_the_exchange_of_buffers_costs_no_state_and_no_bit(tmp_path, monkeypatch, place):
+    """It is lost before that exchange, between its means and its counts, or after its own optimizer's step."""
+    owner, method, is_there = PLACES[place]
+    calls = itertools.count()
+    lose = lose_in(owner, method, lambda *arguments: is_there(*arguments) and next(calls) == LOST_STEP)
+    settings = {
+        "model": CountingNetwork(),
+        "num_virtual_workers": 4,
+        "num_threads": 1,
+        "checkpoint_interval": 9,
+        "join_epochs": True,
+    }
+    sync, folder, alone = {"name": "every_step"}, tmp_path / "lost", tmp_path / "alone"
+    for directory in (folder, alone):
+        directory.mkdir()
+    seen, records = run_threads(folder, monkeypatch, sync, WITHOUT_W1, lose, "w1", **settings)
+    changed = changed_in(records)
+    assert changed.step == LOST_STEP + (place == "after"), "an update that began is made"
+    assert not any(seen[1, name].is_new for name in ("w0", "w2", "w3"))
+    run_threads(alone, monkeypatch, sync, [[["w0"]]], **settings)
+    found, expected = (Checkpoint.open(max((d / "checkpoints").glob("step-*"))) for d in (folder, alone))
+    names = [name for name in expected.list_tensors() if "random" not in name]
+    assert len(names) > 10
+    for name in names:
+        assert torch.equal(found.read(name), expected.read(name)), name

@@ -13,7 +13,7 @@ from paceline.elastic.protocol import Coordinator, MembershipSettings
 from paceline.errors import SettingsError
 from paceline.launch import agent as agent_module
 from paceline.launch import agents as agents_module
-from paceline.launch.agent import LauncherLostError, _prepare, _Service, serve_launcher
+from paceline.launch.agent import LauncherLostError, _prepare, _Service, _take_folder, serve_launcher
 from paceline.launch.agent_messages import (
     INVITATION,
     MAIL,
@@ -22,6 +22,7 @@ from paceline.launch.agent_messages import (
     Invitation,
     Offer,
     demand_key,
+    digest_code,
     find_versions,
     offer_key,
     read,
@@ -269,7 +270,7 @@ def test_without_its_launcher_an_agent_stops_its_workers(tmp_path, monkeypatch):
     monkeypatch.setattr(agent_module, "_STOP_S", 0.2)
     remote = Processes()
     monkeypatch.setattr(agent_module, "LocalWorkforce", lambda *_, **__: remote)
-    monkeypatch.setattr(agent_module, "_prepare", lambda invitation, directory: None)
+    monkeypatch.setattr(agent_module, "_prepare", lambda invitation, parent: _take_folder(parent, "r"))
     (tmp_path / "r").mkdir()
     (tmp_path / "r" / "events.jsonl").touch()
     with ControlServer() as server:
@@ -310,8 +311,24 @@ def make_invitation(**changes):
 )
 def test_a_machine_that_does_not_fit_the_run_is_told_why(tmp_path, changes, words):
     with pytest.raises(SettingsError, match=words):
-        _prepare(make_invitation(**changes), tmp_path / "r")
+        _prepare(make_invitation(**changes), tmp_path)
     assert not (tmp_path / "r").exists()
+
+
+def test_two_agents_of_one_folder_have_a_folder_each(tmp_path):
+    file = make_invitation().file
+    num_samples = len(make_run().open_data().train)
+    fit = make_invitation(num_samples=num_samples, code=digest_code(file["recipe"]))
+    directory, lock = _prepare(fit, tmp_path)
+    second, second_lock = _prepare(fit, tmp_path)
+    assert (directory, second) == (tmp_path / "r", tmp_path / "r-2")
+    for folder in (directory, second):
+        assert {path.name for path in folder.iterdir()} == {".lock", "events.jsonl", "run.json", "workers"}
+    lock.release()
+    third, third_lock = _prepare(fit, tmp_path)
+    assert third == directory, "the agent that had it has ended"
+    for held in (second_lock, third_lock):
+        held.release()
 
 
 def test_gpus_are_refused_as_their_workers_could_not_join(tmp_path, server, monkeypatch):
@@ -326,7 +343,7 @@ def test_missing_data_are_one_sentence(tmp_path):
     file = make_invitation().file
     file["run"]["data"] = {"name": "text", "path": str(tmp_path / "none")}
     with pytest.raises(SettingsError, match=r"the data of the run must lie under the same path on this machine, but"):
-        _prepare(make_invitation(file=file), tmp_path / "r")
+        _prepare(make_invitation(file=file), tmp_path)
 
 
 def test_a_wrong_token_and_a_launcher_that_takes_no_workers_are_one_sentence(tmp_path, server):

@@ -1,6 +1,7 @@
 """The launcher's calls of a policy of scaling."""
 
-import json
+import itertools
+import threading
 import time
 
 import pytest
@@ -8,7 +9,10 @@ import pytest
 from paceline.elastic.facts import Ready, Scaled, Voted
 from paceline.elastic.protocol import Coordinator, MembershipSettings
 from paceline.errors import SettingsError
+from paceline.launch import scaling as scaling_module
 from paceline.launch.scaling import PolicyCaller, PolicySettings
+from paceline.monitor.events import StepFinished
+from paceline.monitor.log import EventLog
 
 POLICIES = """
 import json, threading, pathlib
@@ -41,11 +45,20 @@ class Lab:
         self.caller = PolicyCaller(scaling, self.log, 8, self.warnings.append, clock=lambda: self.now_s)
 
     def write_steps(self, epoch, step_s, num_steps=5, first_position=100):
-        with self.log.open("a") as file:
+        seconds = iter(step_s * step for step in range(num_steps))
+        with EventLog(self.log, run="lab", rank=0, epoch=epoch, clock=lambda: next(seconds)) as log:
             for step in range(num_steps):
-                event = {"position": first_position + 12 * step}
-                line = {"kind": "step_finished", "epoch": epoch, "unix_s": 1e9 + step * step_s, "event": event}
-                file.write(json.dumps(line, separators=(",", ":")) + "\n")
+                position = first_position + 12 * step
+                event = StepFinished(
+                    loss=1.0,
+                    weight=12.0,
+                    num_samples=12,
+                    learning_rate=0.1,
+                    duration_s=step_s,
+                    communication_s=0.0,
+                    position=position,
+                )
+                log.write(event, step=step)
 
     def call(self):
         """Return the facts that follow from one call."""
@@ -120,7 +133,32 @@ def test_prices_that_cannot_be_read_change_nothing(tmp_path):
     prices.write_text("{")
     lab.write_steps(1, 0.5)
     assert lab.call() == []
-    assert "must hold prices as JSON" in lab.warnings[0]
+    (warning,) = lab.warnings
+    assert warning.startswith(f"the workers stay as they are, since {prices} must hold prices as JSON")
+
+
+def test_a_disk_of_prices_that_does_not_answer_holds_up_nobody(tmp_path, monkeypatch):
+    prices = tmp_path / "prices.json"
+    prices.write_text("{}")
+    lab = Lab(tmp_path, "note", prices=prices)
+    monkeypatch.setattr(scaling_module, "read_prices", lambda path: threading.Event().wait(1000))
+    lab.write_steps(1, 0.5)
+    lab.now_s += 11
+    for _ in range(5):
+        assert lab.caller.read_facts(lab.coordinator) == []
+        lab.now_s += 8
+    (warning,) = lab.warnings
+    assert f"note, which reads {prices} first, has not returned for two intervals" in warning
+
+
+def test_throughput_is_that_of_the_monotonic_clock_and_a_damaged_line_is_passed_over(tmp_path, monkeypatch):
+    lab = Lab(tmp_path, "note")
+    monkeypatch.setattr(time, "time", itertools.count(0, 3_600).__next__)  # somebody sets the clock forward
+    with lab.log.open("a") as file:
+        file.write('{"kind":"step_finished","run":"l\n')
+    lab.write_steps(1, 0.5)
+    assert lab.call() == [Scaled(3)]
+    assert lab.caller._policy.__globals__["asked"][-1].samples_per_s == 24.0
 
 
 @pytest.mark.parametrize(

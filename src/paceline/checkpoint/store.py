@@ -251,7 +251,7 @@ class CheckpointStore:
                 name = json.loads(file.readall())["checkpoint"]
         except FileNotFoundError:
             return None
-        except (OSError, ValueError, KeyError, TypeError) as error:
+        except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
             raise CheckpointError(
                 f"{self.directory / BEST_NAME} must name the best checkpoint, but it cannot be read ({error}); "
                 "remove it"

@@ -11,7 +11,7 @@ from paceline.errors import SettingsError
 from paceline.launch import ExitCode
 from paceline.launch.forking import prepare_to_fork
 from paceline.launch.imports import without_collections
-from paceline.launch.signals import leaving_when_asked
+from paceline.launch.signals import Leaving, leaving_when_asked
 
 
 def train(
@@ -56,7 +56,7 @@ def train(
             from paceline.cli.train_worker import train_as_worker
 
         raise typer.Exit(train_as_worker(recipe, out, resume, overrides, plan=plan, go_on=go_on))
-    with leaving_when_asked(ExitCode.PREEMPTED):
+    with leaving_when_asked(ExitCode.PREEMPTED) as leaving:
         prepare_to_fork()
         losses = {"max_restarts": max_restarts, "min_workers": min_workers, "num_spares": spares}
         address = options.parse_address(listen) if listen else None
@@ -67,7 +67,8 @@ def train(
             "scaling": scaling,
             "launcher_timeout_s": launcher_timeout_s,
         }
-        raise typer.Exit(_train_here(recipe, workers, out, resume, losses, changes, overrides, plan=plan, go_on=go_on))
+        code = _train_here(recipe, workers, out, resume, losses, changes, overrides, leaving, plan=plan, go_on=go_on)
+        raise typer.Exit(code)
 
 
 def _check_start(recipe: str | None, out: Path | None, resume: Path | None, *, go_on: bool) -> None:
@@ -95,6 +96,7 @@ def _train_here(
     losses: dict[str, Any],
     changes: dict[str, Any],
     overrides: list[tuple[str, str]],
+    leaving: Leaving,
     *,
     plan: Path | None,
     go_on: bool,
@@ -116,7 +118,6 @@ def _train_here(
     from paceline.launch.local import check_min_workers, launch
     from paceline.launch.place import acquire_run
     from paceline.launch.scaling import PolicySettings
-    from paceline.launch.worker import load_run
     from paceline.monitor.reader import last_traceback
     from paceline.training.run_file import RunFile
 
@@ -137,15 +138,13 @@ def _train_here(
         left = None
         if resume is not None:
             lock = acquire_run(resume.absolute())
-            is_changed = changes_run(resume, workers, overrides)
-            left = find_left_run(resume.absolute()) if not is_changed else None
+            left = find_left_run(resume.absolute()) if not changes_run(resume, workers, overrides) else None
             if left is not None:
                 directory, file = resume.absolute(), RunFile.load(resume)
             else:
                 end_left_workers(resume.absolute())
-                is_untold = not (is_changed or is_reported(resume))
-                if is_untold and tell_finished(resume, load_run(RunFile.load(resume))):  # its launcher was lost
-                    lock.release()
+                if not is_reported(resume) and tell_finished(resume, make_resumed(resume, overrides)):
+                    lock.release()  # its launcher was lost, or asked to stop
                     return ExitCode.FINISHED
                 directory, file = prepare_resumed(resume, workers, overrides, planned)
         else:
@@ -153,11 +152,18 @@ def _train_here(
             directory, file = prepare_new(recipe, workers, out, overrides, plan=planned)
             lock = acquire_run(directory)
         typer.echo(f"run: {directory}")
-        code = launch(directory, file.num_processes, changes=ways, left=left, **losses)
+
+        def tell_end(code: ExitCode) -> None:
+            leaving.code = code
+            if code is ExitCode.FINISHED:
+                leaving.words = f"after the run was finished; its report: paceline train --resume {directory}"
+
+        code = launch(directory, file.num_processes, changes=ways, left=left, tell_end=tell_end, **losses)
         lock.release()
     typer.echo(f"log: {directory / 'events.jsonl'}")
     if code in (ExitCode.FINISHED, ExitCode.BUDGET_SPENT):
         write_report(directory)
+        leaving.words = "after the run was finished" if code is ExitCode.FINISHED else "after its budget was spent"
     if code is ExitCode.BUDGET_SPENT:
         typer.echo(f"go on with a larger --budget.NAME: paceline train --resume {directory}")
     if code is ExitCode.PREEMPTED:

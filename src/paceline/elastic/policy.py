@@ -1,12 +1,13 @@
 """Policies of scaling: functions that say how many workers a run should have, from what they bring and cost."""
 
 import json
-import math
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeAlias
 
+from paceline.checkpoint.durable import open_regular
 from paceline.errors import SettingsError
 
 LEAST_GAIN = 0.5
@@ -69,11 +70,12 @@ def read_prices(path: Path) -> dict[str, float]:
         SettingsError: The file holds something else.
     """
     try:
-        prices = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
+        with open_regular(path) as file:
+            prices = json.loads(file.readall())
+    except (OSError, ValueError, RecursionError) as error:
         raise SettingsError(f"{path} must hold prices as JSON, but could not be read: {error}; mend it") from error
     if not isinstance(prices, dict) or not all(_is_number(price) for price in prices.values()):
-        raise SettingsError(f"{path} must hold one JSON object of numbers, but holds {prices!r}; mend it")
+        raise SettingsError(f"{path} must hold one JSON object of numbers, but holds {prices!r:.200}; mend it")
     return {name: float(price) for name, price in prices.items()}
 
 
@@ -92,4 +94,4 @@ def check_answer(answer: object, most_workers: int) -> int:
 
 
 def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max

@@ -3,9 +3,9 @@
 import contextlib
 import fcntl
 import json
-import math
 import os
 import stat
+import sys
 import time
 import uuid
 from collections.abc import Callable
@@ -90,7 +90,7 @@ class RequestBox:
             if path.suffix == ".request":
                 _write(path.with_suffix(".answer"), {"done": not refusal, "words": refusal})
             elif refusal:
-                path.with_suffix(".leave.refused").write_text(f"{refusal}\n")
+                path.with_suffix(".leave.refused").write_text(f"{refusal}\n", errors="backslashreplace")
         return facts
 
     def _find_fact(self, asked: dict[str, object], coordinator: Coordinator) -> Fact:
@@ -111,13 +111,15 @@ class RequestBox:
             within_s = asked.get("within_s")
             if within_s is None:
                 return LeaveAsked(str(leaver), self._notice_s)
-            if not _is_number(within_s) or not 0 < within_s < math.inf:
-                raise SettingsError(f"the time to leave must be more than 0 seconds, but got {within_s}; give more")
+            if not _is_number(within_s) or not 0 < within_s <= sys.float_info.max:
+                raise SettingsError(
+                    f"the time to leave must be more than 0 seconds, but got {within_s!r:.100}; give a finite time"
+                )
             return LeaveAsked(str(leaver), float(within_s))
         if not isinstance(target, int) or isinstance(target, bool) or not 1 <= target <= self._most_workers:
             raise SettingsError(
-                f"the number of workers must be from 1 to {self._most_workers}, {self._why_most}, but got {target}; "
-                "choose another"
+                f"the number of workers must be from 1 to {self._most_workers}, {self._why_most}, but got "
+                f"{target!r:.100}; choose another"
             )
         return Scaled(target)
 

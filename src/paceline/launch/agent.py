@@ -13,10 +13,19 @@ from pathlib import Path
 
 import torch
 
+from paceline.checkpoint.durable import WriterLock
 from paceline.comm.control import ControlAccess, ControlError, ControlStore
 from paceline.comm.threads import start_thread
 from paceline.data import Source
-from paceline.errors import CommunicationError, DataError, PacelineError, SettingsError, storing
+from paceline.errors import (
+    CheckpointError,
+    CommunicationError,
+    DataError,
+    PacelineError,
+    SettingsError,
+    StorageError,
+    storing,
+)
 from paceline.launch.agent_messages import (
     INVITATION,
     MAIL,
@@ -65,7 +74,7 @@ def serve_launcher(
         access: Address and token of the run's control server.
         num_workers: Number of workers.
         name: Name of this machine in events; by default its host name.
-        out: Folder for what the workers print and log here; by default ``runs/agent-NAME``.
+        out: Folder for what the workers print and log here, one for each agent; by default ``runs/agent-NAME``.
         notice_s: Time after such a signal in which workers leave at a step boundary; then they are killed.
         tell: Function that is given words for people.
 
@@ -89,9 +98,8 @@ def serve_launcher(
         raise SettingsError(
             f"the run at {access.address} must take workers of other machines, but does not; start it with --listen"
         )
-    directory = (out or Path("runs") / f"agent-{name}").absolute() / invitation.name
     _check_device(num_workers)
-    _prepare(invitation, directory)
+    directory, lock = _prepare(invitation, (out or Path("runs") / f"agent-{name}").absolute())
     own_address = _find_own_address(access)
     options = WorkerOptions(0, invitation.launcher_timeout_s, invitation.leaves_on_sigterm)
     tell(f"run: {invitation.name} at {access.address}; what workers here print: {directory / 'workers'}")
@@ -125,6 +133,7 @@ def serve_launcher(
         finally:
             workforce.kill_all()
             store.close()
+            lock.release()
 
 
 def _check_device(num_workers: int) -> None:
@@ -147,11 +156,12 @@ def _check_versions(versions: Mapping[str, object]) -> None:
             )
 
 
-def _prepare(invitation: Invitation, directory: Path) -> None:
-    """Write the run's file into `directory`, once it is sure that this machine can take part.
+def _prepare(invitation: Invitation, parent: Path) -> tuple[Path, WriterLock]:
+    """Return a folder in `parent` with the run's file, locked, once it is sure that this machine can take part.
 
     Raises:
         SettingsError: Versions, code or data are not the same here as where the launcher runs.
+        StorageError: The folder cannot be written.
     """
     _check_versions(invitation.versions)
     file = RunFile.model_validate(invitation.file)
@@ -178,11 +188,30 @@ def _prepare(invitation: Invitation, directory: Path) -> None:
             f"the data of the run must be the same on all machines, but has {num_samples} samples here and "
             f"{invitation.num_samples} where the launcher runs; copy the launcher's here"
         )
-    with storing(directory / "workers"):
-        (directory / "workers").mkdir(parents=True, exist_ok=True)
+    directory, lock = _take_folder(parent, invitation.name)
+    with storing(directory):
         if not (directory / "run.json").exists() or RunFile.load(directory) != file:
             file.save(directory)
         (directory / "events.jsonl").touch()
+    return directory, lock
+
+
+def _take_folder(parent: Path, name: str) -> tuple[Path, WriterLock]:
+    """Return a folder for a run and its lock: ``NAME``, or ``NAME-2`` if another agent holds that, and so on."""
+    number = 1
+    while True:
+        directory = parent / (f"{name}-{number}" if number > 1 else name)
+        with storing(directory / "workers"):
+            (directory / "workers").mkdir(parents=True, exist_ok=True)
+        lock = WriterLock(directory)
+        try:
+            lock.acquire()
+        except StorageError:
+            raise
+        except CheckpointError:  # another agent has it
+            number += 1
+        else:
+            return directory, lock
 
 
 class _Service:

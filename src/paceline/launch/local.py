@@ -51,6 +51,7 @@ def launch(
     changes: Changes | None = None,
     view: LiveView | None = None,
     left: LeftRun | None = None,
+    tell_end: Callable[[ExitCode], None] = lambda _: None,
 ) -> ExitCode:
     """Train the run of `directory` with `num_processes` processes here, and show how it goes.
 
@@ -69,6 +70,7 @@ def launch(
         view: View of the run.
         left: Workers that a launcher has left, and that train on: they are taken over, with the numbers above as they
             were begun.
+        tell_end: Function that is told the exit code before signals are no longer handed on to workers.
 
     Raises:
         SettingsError: There is no such address to listen at, or no such policy.
@@ -101,6 +103,7 @@ def launch(
                 print(f"agents: paceline agent {server.access.address} --token_file {token_file}", flush=True)
             try:
                 code = _supervise(directory, settings, stop, server.access, changes, place, left)
+                tell_end(code)
             finally:
                 (directory / "workers" / ACCESS_FILE).unlink(missing_ok=True)
                 place.release()

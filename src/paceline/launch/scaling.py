@@ -1,11 +1,11 @@
 """Scaling by a policy: the launcher measures throughput, and asks a function how many workers it wants."""
 
+import contextlib
 import inspect
-import json
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from paceline.comm.threads import start_thread
@@ -14,6 +14,8 @@ from paceline.elastic.policy import POLICIES, ScaleFacts, ScalePolicy, check_ans
 from paceline.elastic.protocol import Coordinator
 from paceline.errors import SettingsError
 from paceline.functions import find_function
+from paceline.monitor.encoding import from_json
+from paceline.monitor.events import EventError, StepFinished
 
 _LEAST_STEPS = 3
 _STEP = b'{"kind":"step_finished"'
@@ -58,7 +60,7 @@ class PolicySettings:
 
 
 class PolicyCaller:
-    """Calls a policy now and then, in a thread of its own, which may take its time.
+    """Calls a policy now and then, in a thread of its own: it may take its time, and the disk of the prices too.
 
     Args:
         scaling: Settings.
@@ -100,18 +102,15 @@ class PolicyCaller:
         if samples_per_s is None:
             return []
         self._by_size[size] = samples_per_s
-        try:
-            prices = read_prices(self._scaling.prices) if self._scaling.prices is not None else {}
-        except SettingsError as error:
-            self._warn_once(str(error))
-            return []
-        facts = ScaleFacts(size, self._most_workers, samples_per_s, dict(self._by_size), prices)
+        facts = ScaleFacts(size, self._most_workers, samples_per_s, dict(self._by_size))
         self._asked_epoch, self._answer = coordinator.epoch, None
         self._thread = start_thread(self._call, facts, name="paceline-policy")
         return []
 
     def _call(self, facts: ScaleFacts) -> None:
         try:
+            if self._scaling.prices is not None:
+                facts = replace(facts, prices=read_prices(self._scaling.prices))
             self._answer = check_answer(self._policy(facts), self._most_workers)
         except BaseException as error:  # sys.exit too: it would end this thread alone, without a word
             self._answer = error
@@ -120,28 +119,34 @@ class PolicyCaller:
         assert self._thread is not None
         if self._thread.is_alive():
             if self._clock() - self._called_s > 2 * self._scaling.interval_s:
-                self._warn_once(f"{self._scaling.policy} has not returned for two intervals; workers stay as they are")
+                read = f", which reads {self._scaling.prices} first," if self._scaling.prices is not None else ""
+                self._warn_once(
+                    f"{self._scaling.policy}{read} has not returned for two intervals; workers stay as they are"
+                )
             return []
         self._thread = None
         if isinstance(self._answer, int):
             is_news = self._answer != coordinator.target and self._asked_epoch == coordinator.epoch
             return [Scaled(self._answer)] if is_news else []
-        error = self._answer
-        kind = "" if isinstance(error, SettingsError) else f"{type(error).__name__}: "
-        self._warn_once(f"the workers stay as they are, since {self._scaling.policy} failed: {kind}{error}")
+        why = str(self._answer)
+        if not isinstance(self._answer, SettingsError):
+            why = f"{self._scaling.policy} failed: {type(self._answer).__name__}: {why}"
+        self._warn_once(f"the workers stay as they are, since {why}")
         return []
 
     def _measure(self, epoch: int) -> float | None:
         """Return the throughput of the epoch since the last call; None if it has too few steps."""
-        steps = []
+        ours: list[tuple[float, int]] = []
         with self._log.open("rb") as file:
             file.seek(self._read_bytes)
             for line in file:
                 if line.endswith(b"\n"):
                     self._read_bytes += len(line)
                     if line.startswith(_STEP):
-                        steps.append(json.loads(line))
-        ours = [(step["unix_s"], step["event"]["position"]) for step in steps if step["epoch"] == epoch]
+                        with contextlib.suppress(EventError):  # a full disk took a part of the line
+                            record = from_json(line.decode(errors="replace"))
+                            if record.epoch == epoch and isinstance(record.event, StepFinished):
+                                ours.append((record.time_s, record.event.position))  # all by the first worker's clock
         if len(ours) < _LEAST_STEPS or ours[-1][0] <= ours[0][0]:
             return None
         return float((ours[-1][1] - ours[0][1]) / (ours[-1][0] - ours[0][0]))

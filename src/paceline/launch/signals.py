@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from types import FrameType
 from typing import Any, Self
 
@@ -52,17 +53,28 @@ class StopRequest:
         self.hand_on(signal.SIGKILL if is_impatient else number)
 
 
+@dataclass
+class Leaving:
+    """What is done where a signal asks to stop while no worker runs; it may be changed once workers have ended."""
+
+    code: int
+    """Exit code."""
+    words: str = "while no worker ran"
+    """Words on what was going on then."""
+
+
 @contextlib.contextmanager
-def leaving_when_asked(code: int) -> Iterator[None]:
-    """Inside, leave with an exit code when asked to stop; Ctrl-C stays Python's. For what comes before any worker."""
+def leaving_when_asked(code: int) -> Iterator[Leaving]:
+    """Inside, leave with an exit code when asked to stop; Ctrl-C stays Python's. For what comes outside of workers."""
+    leaving = Leaving(code)
 
     def stop(number: int, _: FrameType | None) -> None:
         drop_lost_output()
-        print(f"stopped by {signal.Signals(number).name} while no worker ran", file=sys.stderr)
-        leave(code)  # an exception in the middle of an import may be swallowed
+        print(f"stopped by {signal.Signals(number).name} {leaving.words}", file=sys.stderr)
+        leave(leaving.code)  # an exception in the middle of an import may be swallowed
 
     with _handling(stop):
-        yield
+        yield leaving
 
 
 @contextlib.contextmanager

@@ -366,8 +366,6 @@ class GradientReduction:
 
     def finish(self, *, skipped: bool) -> list[BucketTimes]:
         """Commit or roll back the codecs' state, drop the step's gradients, and return the times of its buckets."""
-        if self.virtual is not None:
-            self.virtual.end_step()
         common = [self._in_common.time(bucket) for bucket in self._in_common.buckets] if self._in_common else []
         if self._in_common is not None:
             self._in_common.reset()

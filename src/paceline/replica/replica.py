@@ -480,7 +480,7 @@ class Replica:
         def push(is_overflown: bool) -> None:
             if sync is not None:
                 sync.before_update(replace(step, weight=0.0) if is_overflown else step)
-            self.state.is_torn = self.state.on_undecided is None or self.state.agree_on_update()
+            self.state.begin_update()
 
         self._times.optimizer_began_s = time.perf_counter()
         stepped = self._optimizer_step.run(

@@ -103,11 +103,14 @@ class StepBuffers:
             blocks: TreeSum[Tensor] = TreeSum(Tensor.add_)
             for number in range(len(self._taken)):
                 blocks.push(self._flatten(number, real).double())
-            total = sum_blocks(blocks.take(), self._tree, self._group, name="buffers")
-            self._set(real, total / self._tree.num_terms)
+            mean = sum_blocks(blocks.take(), self._tree, self._group, name="buffers") / self._tree.num_terms
         if counts:
             first = self._flatten(0, counts).long()
             self._group.broadcast(first, source=0, name="buffers of virtual worker 0").wait()
+        # Only now, so that a worker lost in between leaves all buffers as at the step's beginning.
+        if real:
+            self._set(real, mean)
+        if counts:
             self._set(counts, first)
         self.drop()
 
