@@ -65,9 +65,10 @@ def supervise(
     is_final=False,
     judge=None,
     tell=lambda _: None,
+    store=None,
     **options,
 ):
-    store = dist.HashStore()
+    store = store or dist.HashStore()
     workforce = Threads(store, script, obstacle)
     waiting = list(requests)
 

@@ -1,5 +1,6 @@
 """A worker's connection to the coordinator, where what it does in two threads meets."""
 
+import contextlib
 import json
 import time
 from dataclasses import asdict
@@ -33,6 +34,22 @@ def test_a_change_of_the_epoch_before_is_none_of_the_next_one():
         control.set("change", json.dumps({"epoch": epoch, "is_broken": True}))
     member._look_for_change()
     assert member.change_is_pending()
+    member.close()
+
+
+def test_a_worker_says_with_whom_it_connects_and_that_it_waits_for_them(monkeypatch):
+    monkeypatch.setattr(member_module, "PROGRESS", progress := Progress())
+    store = dist.HashStore()
+    control, member = dist.PrefixStore("control", store), StoreMember(lambda: store, "w1")
+    control.set("view", json.dumps(asdict(View(0, 0, 3, ("w0", "w1", "w2"), (None,) * 3, 3, ""))))
+    member.next_view(5)
+    said = []
+    for ranks in ([0, 2], []):
+        with progress.connecting(ranks) if ranks else contextlib.nullcontext():
+            member._say()
+        status = json.loads(control.get("status/w1"))
+        said.append((status["connecting"], status["waits"]))
+    assert said == [("w0, w2", True), ("", False)]
     member.close()
 
 

@@ -232,11 +232,12 @@ def test_those_who_wait_are_not_told_of_by_their_last_phase():
         is_building=True,
         waits=True,
     )
-    lab.say("w2.2", phase="training", epoch=1, place="is in phase data of step 3", still_s=400.0)
+    place = {"place": "is in phase data of step 3", "connecting": "w0, w1"}
+    lab.say("w2.2", phase="training", epoch=1, still_s=400.0, **place)
     lab.wait_until(lab.now_s + 1)
     (words,) = lab.told
     assert words.endswith(
-        ": w1 waits for the others (pid w1); w2.2 is in phase data of step 3 (pid w2.2); w0 waits for the next epoch"
+        ": w1 waits for the others (pid w1); w2.2 is connecting to w0, w1 (pid w2.2); w0 waits for the next epoch"
     )
 
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 from supervised_threads import Threads, supervise
 
+from paceline.comm.control import ControlServer, ControlStore
 from paceline.comm.progress import PROGRESS
 from paceline.elastic import member as member_module
 from paceline.elastic import watch as watch_module
@@ -20,6 +21,7 @@ from paceline.elastic.protocol import Coordinator, MembershipSettings
 from paceline.elastic.requests import RequestBox
 from paceline.elastic.supervisor import Supervisor
 from paceline.elastic.watch import Patience
+from paceline.errors import CommunicationError
 
 
 class Unmeasured(Lateness):
@@ -109,6 +111,40 @@ def test_a_worker_that_hangs_by_the_verdict_of_another_is_killed_though_it_beats
     assert workforce.killed[0] == "w1"
     assert "w1 hangs: rank 1 hangs" in supervisor.coordinator.view.reason
     assert read_journal(tmp_path / "journal").view == supervisor.coordinator.view
+
+
+def test_who_opens_a_group_hears_at_once_that_another_worker_is_lost(tmp_path):
+    """The others have come, and wait in the new group for what the lost one was about to say there."""
+    reasons = {}
+
+    def script(member):
+        view = member.next_view(20)
+        if view.epoch == 0 and member.name == "w2":
+            member._store.set("entered/0/2", "")
+            while not PROGRESS.connects_to or not member._store.check(["entered/0/0", "entered/0/1"]):
+                time.sleep(0.01)
+            return "killed"
+        if view.epoch > 0:
+            return "done"
+        try:
+            member.open_group(view, torch.device("cpu"), 1000, "shared_memory").close()
+        except CommunicationError as error:
+            reasons[member.name] = str(error)
+            member.report_loss(0, is_whole=True, reason=str(error))
+            member.next_view(20)
+        return "done"
+
+    with ControlServer() as server:
+        store = ControlStore(server.access)
+        supervisor, _ = supervise(tmp_path, MembershipSettings(3), script, store=store)
+        store.close()
+    assert set(reasons) == {"w0", "w1"}
+    assert set(reasons.values()) <= {
+        "a worker of epoch 0 was lost before all had come",
+        "worker w0 could not join epoch 0: a worker of epoch 0 was lost while others waited for it",
+        "worker w1 could not join epoch 0: a worker of epoch 0 was lost while others waited for it",
+    }
+    assert (supervisor.coordinator.epoch, supervisor.coordinator.view.reason[:11]) == (1, "w2 was lost")
 
 
 def test_who_builds_alone_and_does_not_end_is_replaced_alone_and_people_are_told(tmp_path):

@@ -72,7 +72,7 @@ class HostGroup(Group):
         self.timeout_s = timeout_s
         self.store: dist.Store = store
         self._key = host or host_key()
-        keys = exchange_documents(dist.PrefixStore("hosts", store), rank, size, self._key, timeout_s)
+        keys = exchange_documents(dist.PrefixStore("hosts", store), rank, size, self._key, timeout_s, self.names)
         self._hosts = [[other for other in range(size) if keys[other] == key] for key in dict.fromkeys(keys)]
         self._here = next(number for number, ranks in enumerate(self._hosts) if rank in ranks)
         self._neighbours = self._open_host()
@@ -249,7 +249,7 @@ class HostGroup(Group):
         except SharedMemoryError as error:
             reason = str(error)
         store = dist.PrefixStore("shared", self.store)
-        raise_together(exchange_documents(store, self.rank, self.size, reason, self.timeout_s))
+        raise_together(exchange_documents(store, self.rank, self.size, reason, self.timeout_s, self.names))
         return local
 
     def _open_network(self, name: str, ranks: Sequence[int]) -> TorchGroup:

@@ -8,13 +8,15 @@ import mmap
 import os
 import struct
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 
 _STAMP = struct.Struct("<qd16s")
 _PHASE = struct.Struct("<d16s")
 
+_CONNECTING = -1
 BETWEEN = b"loop"
 """Phase of the user's own code, between two phases that are known."""
 
@@ -47,6 +49,8 @@ class Progress:
 
     def __init__(self) -> None:
         self.waits: dict[int, int] = {}
+        self._connecting: dict[int, tuple[int, ...]] = {}
+        """Ranks to which this process opens connections, by what waits for them."""
         self.hang_timeout_s: float | None = None
         """Time without progress after which another rank counts as hanging; None for what its past suggests."""
         self._descriptor = -1
@@ -56,7 +60,7 @@ class Progress:
         """Begin anew, in memory of this process alone: after a fork it would be its parent's."""
         if self._descriptor >= 0:
             os.close(self._descriptor)
-        self.waits = {}
+        self.waits, self._connecting = {}, {}
         memory = self._map()
         self.stamp = partial(_STAMP.pack_into, memory, 0)
         self.enter = partial(_PHASE.pack_into, memory, _STAMP.size - _PHASE.size)
@@ -85,6 +89,23 @@ class Progress:
             self.waits[owner] = sequence
         else:
             self.waits.pop(owner, None)
+
+    @contextmanager
+    def connecting(self, ranks: Sequence[int]) -> Iterator[None]:
+        """Record that this process waits for ranks to connect with it, or to say what that needs."""
+        owner = object()
+        self._connecting[id(owner)] = tuple(ranks)
+        self.wait_in(id(owner), _CONNECTING)
+        try:
+            yield
+        finally:
+            self.wait_in(id(owner), 0)
+            del self._connecting[id(owner)]
+
+    @property
+    def connects_to(self) -> tuple[int, ...]:
+        """Ranks, by their numbers in errors, to which this process opens connections, and waits for them."""
+        return next(reversed([*self._connecting.copy().values()]), ())
 
 
 def read_position(path: str) -> Position | None:

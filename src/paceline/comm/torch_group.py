@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from paceline.comm.channel import Channel
+from paceline.comm.connecting import connect
 from paceline.comm.group import MAX_TAG, Group, Work
 from paceline.comm.hang_watch import Verdict
 from paceline.comm.heartbeat import HeartbeatBoard
@@ -74,7 +75,10 @@ class TorchGroup(Group):
         self._paced: Channel | None = None
         # gloo gives up after its own time-out without saying who was late: ours comes first.
         backend_timeout = timedelta(seconds=timeout_s + 60)
-        self._backend: Any = _make_backend(dist.PrefixStore("backend", store), rank, size, device, backend_timeout)
+        backend_store = dist.PrefixStore("backend", store)
+        make = partial(_make_backend, backend_store, rank, size, device, backend_timeout)
+        others = [name for name in self.names if name != self.names[rank]]
+        self._backend: Any = make() if device.type != "cpu" else connect(make, store, epoch, others, timeout_s)
         self._verdict: Verdict | None = None
         self._board = HeartbeatBoard(dist.PrefixStore("board", store), rank, self.names, call_weakly(self._end_by))
         self._watchdog: Watchdog | None = None

@@ -130,6 +130,8 @@ class Status:
     """Phase and step that it is in, in words; empty before the first."""
     step_phase: str = ""
     """Phase of the step that it is in; empty before the first."""
+    connecting: str = ""
+    """Workers with which it opens connections, in words; empty if it opens none."""
     waits: bool = False
     """Whether the worker waits for others in an operation."""
     is_building: bool = False
@@ -173,6 +175,8 @@ class StoreMember(Member):
         self._is_leaving, self.can_leave = False, not (obstacle or fixed)
         self._joined = (-1, 0.0)
         """Step of the training loop when this worker joined its epoch, and the time of that."""
+        self._names: tuple[str, ...] = ()
+        """Workers of the epoch that this one has entered last, by rank."""
         self._lock = RLock()
         self._closed = Event()
         self._lateness = Lateness()
@@ -225,7 +229,20 @@ class StoreMember(Member):
         return self._changing == self._status.epoch
 
     def open_group(self, view: View, device: torch.device, timeout_s: float, transport: Transport) -> Group:
-        """Open it once all are there: gloo could not be called off if one of them died before."""
+        """Open it once all are there; who waits for others there is told at once if one of them is lost."""
+        with PROGRESS.connecting([rank for rank in range(view.size) if rank != view.rank]):
+            self._await_entries(view, timeout_s)
+        try:
+            group = self._open(view, device, timeout_s, transport)
+        except RuntimeError as error:
+            raise CommunicationError(f"worker {self.name} could not join epoch {view.epoch}: {error}") from error
+        note_joined(group)
+        self._joined = (PROGRESS.read().step, time.monotonic())
+        self._say(phase="training", step=view.step)
+        return group
+
+    def _await_entries(self, view: View, timeout_s: float) -> None:
+        """Wait until all workers of a view have entered it."""
         self._insist(lambda: self._store.set(f"entered/{view.epoch}/{view.rank}", ""))
         keys = [f"entered/{view.epoch}/{rank}" for rank in range(view.size)]
         deadline_s = time.monotonic() + timeout_s
@@ -237,14 +254,6 @@ class StoreMember(Member):
                 late = [view.names[rank] for rank, key in enumerate(keys) if not self._store.check([key])]
                 raise CommunicationError(f"workers {', '.join(late)} must enter epoch {view.epoch}, but did not")
             time.sleep(POLL_S)
-        try:
-            group = self._open(view, device, timeout_s, transport)
-        except RuntimeError as error:
-            raise CommunicationError(f"worker {self.name} could not join epoch {view.epoch}: {error}") from error
-        note_joined(group)
-        self._joined = (PROGRESS.read().step, time.monotonic())
-        self._say(phase="training", step=view.step)
-        return group
 
     def _insist(self, ask: Callable[[], T]) -> T:
         """Return what the store answers; while it does not, another launcher may come and hold it."""
@@ -276,6 +285,7 @@ class StoreMember(Member):
 
     def _enter(self, document: dict[str, Any]) -> View:
         names, previous = document.pop("names"), document.pop("previous")
+        self._names = tuple(names)
         view = View(**document | {"rank": names.index(self.name)}, names=tuple(names), previous=tuple(previous))
         self._say(phase="opening", epoch=view.epoch, step=view.step, is_whole=True, reason="", accused=())
         return view
@@ -296,11 +306,14 @@ class StoreMember(Member):
             place = f"is in phase {position.phase} of step {position.step}" if position.phase else ""
             still_s, late_s, waits = time.monotonic() - position.since_s, self._lateness.late_s, bool(PROGRESS.waits)
             said = replace(now, still_s=still_s, late_s=late_s, place=place, step_phase=position.phase, waits=waits)
-            said = replace(said, is_building=self._is_building(position))
+            said = replace(said, is_building=self._is_building(position), connecting=self._describe_connecting())
             with contextlib.suppress(ControlError):  # the next beat says it
                 self._store.set(f"status/{self.name}", json.dumps(asdict(said)))
                 if replace(now, beat=before.beat) != before or now.beat == 1:
                     self._store.add("mail", 1)
+
+    def _describe_connecting(self) -> str:
+        return ", ".join(self._names[rank] for rank in PROGRESS.connects_to if rank < len(self._names))
 
     def _is_building(self, position: Position) -> bool:
         if self._status.phase != "training":

@@ -9,7 +9,7 @@ from itertools import starmap
 
 from torch.distributed import PrefixStore, Store
 
-from paceline.comm.control import ControlStore
+from paceline.comm.control.store import find_control_store
 from paceline.elastic.facts import (
     Action,
     AllEnded,
@@ -120,7 +120,7 @@ class Supervisor:
     ) -> None:
         self.coordinator = coordinator
         self._store = PrefixStore("control", store)
-        self._announce_epoch = store.announce_epoch if isinstance(store, ControlStore) else lambda _: None
+        self._control = find_control_store(store)
         self._workforce = workforce
         self._journal = journal
         self._ask_to_stop, self._notice_s = ask_to_stop, notice_s
@@ -255,7 +255,8 @@ class Supervisor:
                 case Kill(name=name):
                     self._workforce.kill(name)
                 case Announce(view=view):
-                    self._announce_epoch(view.epoch)
+                    if self._control is not None:
+                        self._control.announce_epoch(view.epoch)
                     self._store.set("view", json.dumps(asdict(view)))
                 case AskForBoundary():
                     self._announce_change(is_broken=False)
@@ -268,6 +269,8 @@ class Supervisor:
 
     def _announce_change(self, *, is_broken: bool) -> None:
         self._store.set("change", json.dumps({"epoch": self.coordinator.epoch, "is_broken": is_broken}))
+        if is_broken and self._control is not None:
+            self._control.break_epoch(self.coordinator.epoch)
 
     def _restart(self, reason: str) -> None:
         """End all workers, and start them again unless it would be in vain."""

@@ -244,6 +244,8 @@ class Watch:
 
     def _describe_place(self, name: str) -> str:
         said = self._said[name]
+        if said.connecting:
+            return f"is connecting to {said.connecting}"
         if said.is_building:  # its phase is that of a step before
             return "waits for the others" if said.waits else "has not begun"
         return said.place or "has not begun"

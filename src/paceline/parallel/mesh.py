@@ -4,7 +4,8 @@ import contextlib
 import ctypes
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
@@ -13,11 +14,13 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.distributed_c10d import _world
 from torch.utils._python_dispatch import _disable_current_modes
 
+from paceline.comm.connecting import connect
 from paceline.comm.group import Group
 from paceline.comm.local_group import LocalGroup
 from paceline.errors import SettingsError
 from paceline.topology.layout import AXES, Axes, Axis
 
+T = TypeVar("T")
 _num_meshes: WeakKeyDictionary[Group, int] = WeakKeyDictionary()
 """Number of meshes made of each world so far, the same on all its ranks: their groups must not be confused."""
 
@@ -116,11 +119,22 @@ class Mesh:
         """Torch's mesh of all axes, by name; ``device_mesh["tensor"]`` is that of one axis."""
         if self._device_mesh is None:
             self._open_default_group()
-            with _disable_current_modes():  # ranks are numbers in a rehearsal without contents too
-                self._device_mesh = init_device_mesh(
-                    self.world.device.type, self.axes.sizes, mesh_dim_names=tuple(str(axis) for axis in AXES)
-                )
+            self._device_mesh = self._connect(self._make_device_mesh)
         return self._device_mesh
+
+    def _make_device_mesh(self) -> DeviceMesh:
+        with _disable_current_modes():  # ranks are numbers in a rehearsal without contents too
+            return init_device_mesh(
+                self.world.device.type, self.axes.sizes, mesh_dim_names=tuple(str(axis) for axis in AXES)
+            )
+
+    def _connect(self, run: Callable[[], T]) -> T:
+        """Return what a function of torch's returns that connects all ranks."""
+        world = self.world
+        if world.device.type != "cpu" or world.size == 1 or world.store is None:
+            return run()
+        others = [name for name in world.names if name != world.names[world.rank]]
+        return connect(run, world.store, world.epoch, others, world.timeout_s)
 
     def process_group(self, axis: Axis) -> dist.ProcessGroup:
         """Return torch's process group along `axis`."""
@@ -135,7 +149,8 @@ class Mesh:
             timeout_s: Time that ranks wait for each other.
         """
         self._open_default_group()
-        group: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
+        timeout = timedelta(seconds=timeout_s)
+        group: dist.ProcessGroup = self._connect(lambda: dist.new_group(backend="gloo", timeout=timeout))
         return group
 
     @property
@@ -175,11 +190,13 @@ class Mesh:
                     "`paceline train` or torchrun"
                 )
             store = dist.PrefixStore(f"mesh {self._number}", dist.HashStore())
-        dist.init_process_group(
+        open_group = partial(
+            dist.init_process_group,
             "gloo" if self.world.device.type == "cpu" else "nccl",
             store=store,
             rank=self.world.rank,
             world_size=self.world.size,
             timeout=timedelta(seconds=self.world.timeout_s),
         )
+        self._connect(open_group)
         _users.add(self)

@@ -2,7 +2,7 @@
 
 from paceline.comm.control.access import ControlAccess
 from paceline.comm.control.connection import ControlClient, ControlConnection
-from paceline.comm.control.errors import ControlError, ControlTimeoutError, EpochOverError
+from paceline.comm.control.errors import ControlError, ControlTimeoutError, EpochBrokenError, EpochOverError
 from paceline.comm.control.key_values import KeyValues
 from paceline.comm.control.request_log import RequestLog, read_requests
 from paceline.comm.control.server import ControlServer, ServerLimits
@@ -16,6 +16,7 @@ __all__ = [
     "ControlServer",
     "ControlStore",
     "ControlTimeoutError",
+    "EpochBrokenError",
     "EpochOverError",
     "KeyValues",
     "RequestLog",

@@ -13,5 +13,9 @@ class ControlTimeoutError(CommunicationError, DistStoreError):
     """Keys were not set in time."""
 
 
+class EpochBrokenError(CommunicationError, DistStoreError):
+    """A worker of the epoch of membership was lost, so that nobody need wait for what it would set."""
+
+
 class EpochOverError(CommunicationError, DistStoreError):
     """A newer epoch of membership has begun: whoever still works in the old one is no longer a member."""

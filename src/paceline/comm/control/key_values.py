@@ -2,7 +2,9 @@
 
 Keys below ``paceline/epochN/`` belong to epoch N of membership. Once a newer epoch is announced, they can be read, but
 what is written there is refused: a worker that was frozen, and does not know that it was replaced, disturbs nobody. The
-keys of older epochs than the one before are dropped, so that memory does not grow with the number of epochs.
+keys of older epochs than the one before are dropped, so that memory does not grow with the number of epochs. Once a
+worker of an epoch is known to be lost, nobody waits any more for keys that are not there: that worker may be the one
+that would have set them.
 """
 
 import base64
@@ -26,14 +28,14 @@ class Request(BaseModel):
         do: Kind of the request.
         keys: Keys that it reads or writes.
         values: Values that it writes, in base64.
-        number: Number that it adds, or the epoch that it announces.
+        number: Number that it adds, or the epoch that it announces, or a worker of which it says is lost.
         timeout_s: Longest time to wait for the keys.
         id: Name that no other request has: one that comes again, since its reply was lost, is done once.
     """
 
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
 
-    do: Literal["set", "get", "wait", "check", "add", "compare_set", "append", "delete", "count", "announce"]
+    do: Literal["set", "get", "wait", "check", "add", "compare_set", "append", "delete", "count", "announce", "break"]
     keys: list[str] = []
     values: list[str] = []
     number: int = 0
@@ -62,6 +64,8 @@ class KeyValues:
     def __init__(self) -> None:
         self.epoch = 0
         """Newest epoch that was announced."""
+        self.broken = -1
+        """Newest epoch of which a worker is known to be lost; -1 if there is none."""
         self.note: Callable[[Message], None] = lambda _: None
         """Function that is told of each request that has changed something, before its reply is sent."""
         self._shared: dict[str, bytes] = {}
@@ -102,7 +106,10 @@ class KeyValues:
         spaces = [self._shared, *self._by_epoch.values()]
         pairs = [(key, base64.b64encode(value).decode()) for space in spaces for key, value in space.items()]
         messages: list[Message] = [{"do": "set", "keys": [key], "values": [value]} for key, value in pairs]
-        return [*messages, {"do": "announce", "number": self.epoch}, {"replies": list(self._replies.items())}]
+        messages.append({"do": "announce", "number": self.epoch})
+        if self.broken >= 0:
+            messages.append({"do": "break", "number": self.broken})
+        return [*messages, {"replies": list(self._replies.items())}]
 
     def repeat(self, message: Message) -> None:
         """Do again what a request has done that was noted, or that `list_requests` has returned.
@@ -147,6 +154,8 @@ class KeyValues:
         missing = self._find_missing(request)
         if not missing:
             return self._read(request)
+        if any(_epoch_of(key) == self.broken for key in missing):
+            return {"broken": self.broken}
         if request.timeout_s <= 0:
             return {"missing": sorted(missing)}
         waiting = Waiting(request, missing)
@@ -210,11 +219,20 @@ class KeyValues:
         self.epoch = request.number
         for epoch in [epoch for epoch in self._by_epoch if epoch < self.epoch - 1]:
             del self._by_epoch[epoch]
-        waiting = {id(one): one for several in self._waiting.values() for one in several}
-        for one in waiting.values():
+        for one in self._list_waiting():
             if (over := self._refuse_old(one.request)) is not None:
                 self._finish(one, over)
         return {}
+
+    def _break(self, request: Request) -> Message:
+        self.broken = max(self.broken, request.number)
+        for one in self._list_waiting():
+            if any(_epoch_of(key) == self.broken for key in one.missing):
+                self._finish(one, {"broken": self.broken})
+        return {}
+
+    def _list_waiting(self) -> list[Waiting]:
+        return [*{id(one): one for several in self._waiting.values() for one in several}.values()]
 
     def _put(self, key: str, value: bytes) -> None:
         self._space_of(key, is_written=True)[key] = value
@@ -248,6 +266,7 @@ _ANSWERS: dict[str, Callable[[KeyValues, Request], Message]] = {
     "delete": KeyValues._delete,
     "count": KeyValues._count,
     "announce": KeyValues._announce,
+    "break": KeyValues._break,
 }
 """Answers to the requests that need not wait."""
 

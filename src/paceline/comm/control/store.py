@@ -1,6 +1,7 @@
 """A store of torch's over a control server."""
 
 import base64
+import contextlib
 import ssl
 from collections.abc import Sequence
 from datetime import timedelta
@@ -10,7 +11,7 @@ from torch.distributed import PrefixStore, Store
 
 from paceline.comm.control.access import ControlAccess
 from paceline.comm.control.connection import DEFAULT_PATIENCE_S, ControlClient
-from paceline.comm.control.errors import ControlTimeoutError, EpochOverError
+from paceline.comm.control.errors import ControlTimeoutError, EpochBrokenError, EpochOverError
 from paceline.comm.control.frames import Message
 from paceline.comm.control.key_values import epoch_prefix
 from paceline.errors import SettingsError
@@ -126,6 +127,20 @@ class ControlStore(Store):
         """
         self._ask("announce", number=epoch)
 
+    def break_epoch(self, epoch: int) -> None:
+        """Say that a worker of an epoch is lost: from now on whoever waits there for keys is told so at once."""
+        self._ask("break", number=epoch)
+
+    def check_epoch(self, epoch: int) -> None:
+        """Return at once, if all workers of an epoch are there as far as is known.
+
+        Raises:
+            EpochBrokenError: One of them is lost.
+            EpochOverError: A newer epoch was announced.
+        """
+        with contextlib.suppress(ControlTimeoutError):
+            self._ask("wait", [f"{epoch_prefix(epoch)}/never set"])
+
     def _ask(
         self,
         do: str,
@@ -151,6 +166,8 @@ class ControlStore(Store):
                 f"keys must be set within {timeout_s:g} s, but {reply['missing']} were not; check that whoever sets "
                 "them still runs"
             )
+        if "broken" in reply:
+            raise EpochBrokenError(f"a worker of epoch {reply['broken']} was lost while others waited for it")
         if "over" in reply:
             raise EpochOverError(
                 f"a worker must belong to the newest epoch of membership, {reply['epoch']}, but this one belongs to "
@@ -164,6 +181,13 @@ class ControlStore(Store):
 def store_of_epoch(store: Store, epoch: int) -> PrefixStore:
     """Return the store of an epoch : a control server refuses writes to it once a newer one is announced."""
     return PrefixStore(epoch_prefix(epoch), store)
+
+
+def find_control_store(store: Store | None) -> ControlStore | None:
+    """Return the control store below the prefixes of a store; None if that is another one of torch's."""
+    while isinstance(store, PrefixStore):
+        store = store.underlying_store
+    return store if isinstance(store, ControlStore) else None
 
 
 def _encode(value: str | bytes) -> str:

@@ -3,10 +3,14 @@
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from paceline.comm.connecting import check_epoch
+from paceline.comm.progress import PROGRESS
 from paceline.comm.shared_memory.flight_recorder import BLOCK_BYTES, FlightRecorder
 from paceline.comm.shared_memory.rendezvous import Hub, exchange_documents, find_obstacle, raise_together
 from paceline.comm.shared_memory.ring import SharedRing
@@ -30,12 +34,14 @@ class ControlSegment:
     large: SharedRing
 
 
-def open_control_segment(store: dist.Store, rank: int, names: Sequence[int], timeout_s: float) -> ControlSegment:
+def open_control_segment(
+    store: dist.Store, rank: int, names: Sequence[int], timeout_s: float, epoch: int = 0
+) -> ControlSegment:
     """Connect to the other ranks of a host, and share memory with them; errors number ranks by `names`.
 
     Raises:
         SharedMemoryError: Some rank cannot share memory; raised on all ranks.
-        CommunicationError: Some rank did not connect.
+        CommunicationError: Some rank did not connect, or is known to be lost.
     """
     size = len(names)
     hub, obstacle, address, descriptor = Hub(rank, size), find_obstacle(), None, None
@@ -47,17 +53,23 @@ def open_control_segment(store: dist.Store, rank: int, names: Sequence[int], tim
             address = hub.open()
     except OSError as error:
         obstacle = str(error)
+
+    def exchange(name: str, document: object) -> list[Any]:
+        return exchange_documents(dist.PrefixStore(name, store), rank, size, document, timeout_s, names)
+
+    check = partial(check_epoch, store, epoch)
     try:
-        documents = exchange_documents(dist.PrefixStore("open", store), rank, size, [obstacle, address], timeout_s)
+        documents = exchange("open", [obstacle, address])
         raise_together([document[0] for document in documents])
         try:
-            hub.connect(documents[0][1])
-            descriptor = hub.share(descriptor, timeout_s)
+            with PROGRESS.connecting([name for name in names if name != names[rank]]):
+                hub.connect(documents[0][1], check)
+                descriptor = hub.share(descriptor, timeout_s, check)
             control = _divide(hub, Segment(descriptor, num_bytes), descriptor, rank, names, timeout_s)
         except OSError as error:
             obstacle = str(error)
             hub.close()
-        raise_together(exchange_documents(dist.PrefixStore("map", store), rank, size, obstacle, timeout_s))
+        raise_together(exchange("map", obstacle))
     except BaseException:
         hub.close()
         if descriptor is not None:

@@ -79,7 +79,7 @@ class SharedMemoryGroup(Group):
         super().__init__(rank, size, torch.device("cpu"), epoch, names)
         self.timeout_s = timeout_s
         self.store: dist.Store = store
-        control = open_control_segment(dist.PrefixStore("control", store), rank, self.names, timeout_s)
+        control = open_control_segment(dist.PrefixStore("control", store), rank, self.names, timeout_s, epoch)
         self._hub, self._recorder, self._small, self._large = (
             control.hub,
             control.recorder,

@@ -18,6 +18,8 @@ from typing import Any
 
 from torch.distributed import Store
 
+from paceline.comm.control.errors import EpochBrokenError, EpochOverError
+from paceline.comm.progress import PROGRESS
 from paceline.comm.shared_memory import futex, segment
 from paceline.errors import CommunicationError, SettingsError
 
@@ -58,18 +60,32 @@ def find_obstacle() -> str | None:
     return None
 
 
-def exchange_documents(store: Store, rank: int, size: int, document: Any, timeout_s: float) -> list[Any]:
+def exchange_documents(
+    store: Store, rank: int, size: int, document: Any, timeout_s: float, names: Sequence[int] | None = None
+) -> list[Any]:
     """Return the JSON documents of all ranks, by rank; each store is used once.
 
+    Args:
+        store: Store for the documents.
+        rank: Rank of this process.
+        size: Number of ranks.
+        document: Document of this rank.
+        timeout_s: Longest time to wait for the others.
+        names: Number of each rank in errors.
+
     Raises:
-        CommunicationError: Some rank did not post its own in time.
+        CommunicationError: Some rank did not post its own in time, or is known to be lost.
     """
+    names = names or range(size)
     store.set(str(rank), json.dumps(document))
     keys = [str(other) for other in range(size)]
     try:
-        store.wait(keys, timedelta(seconds=timeout_s))
+        with PROGRESS.connecting([name for name in names if name != names[rank]]):
+            store.wait(keys, timedelta(seconds=timeout_s))
+    except (EpochBrokenError, EpochOverError):
+        raise
     except RuntimeError as error:
-        missing = [other for other in range(size) if not store.check([str(other)])]
+        missing = [names[other] for other in range(size) if not store.check([str(other)])]
         raise CommunicationError(
             f"all {size} ranks must connect within {timeout_s:g} s, but {', '.join(map(str, missing))} did not; "
             "check that they were started and still run"
@@ -110,8 +126,12 @@ class Hub:
         self._listener.listen(self._size)
         return {"name": name, "token": self._token}
 
-    def connect(self, address: dict[str, str]) -> None:
+    def connect(self, address: dict[str, str], check: Callable[[], None] = lambda: None) -> None:
         """Connect to rank 0; on rank 0 itself, wait for all others.
+
+        Args:
+            address: Address of rank 0.
+            check: Function called now and then while waiting; raises an error if one of them can no longer come.
 
         Raises:
             OSError: Some rank could not be reached.
@@ -125,8 +145,14 @@ class Hub:
         assert self._listener is not None
         deadline_s = time.monotonic() + _HANDSHAKE_S
         while len(self._sockets) < self._size - 1:
-            self._listener.settimeout(max(0.01, deadline_s - time.monotonic()))
-            connection, _ = self._listener.accept()
+            self._listener.settimeout(_POLL_S)
+            try:
+                connection, _ = self._listener.accept()
+            except TimeoutError:
+                check()
+                if time.monotonic() > deadline_s:
+                    raise
+                continue
             connection.settimeout(max(0.01, deadline_s - time.monotonic()))
             token, rank = _HELLO.unpack(connection.recv(_HELLO.size).ljust(_HELLO.size, b"\0"))
             if hmac.compare_digest(token, self._token.encode()):
