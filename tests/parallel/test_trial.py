@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from paceline.comm import join
+from paceline.errors import SettingsError
 from paceline.parallel.parallelize import find_shard, parallelize
 from paceline.parallel.trial import restored
 from paceline.testing.processes import check_exits, run_processes
@@ -94,6 +95,60 @@ def test_whatever_a_forward_keeps_is_what_it_was() -> None:
     assert describe(model) == before
 
 
+class Hooking(nn.Module):
+    """A model that hooks its parts in its first forward, and once removes the hook that counts it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.is_hooked = False
+        self.once = self.register_forward_pre_hook(lambda *_: self.once.remove())
+        self.seen: list[str] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return features; each hook notes what it has seen."""
+        if not self.is_hooked:
+            self.first.register_forward_pre_hook(lambda *_: self.seen.append("enter"))
+            self.first.register_forward_hook(lambda *_: self.seen.append("leave"), with_kwargs=True)
+            self.first.register_full_backward_pre_hook(lambda *_: self.seen.append("begin"))
+            self.first.register_full_backward_hook(lambda *_: self.seen.append("end"))
+            self.first.weight.register_hook(lambda _: self.seen.append("gradient"))
+            self.first.weight.register_post_accumulate_grad_hook(lambda _: self.seen.append("sum"))
+            self.is_hooked = True
+        return self.last(self.first(x))  # type: ignore[no-any-return]
+
+
+def test_hooks_that_a_trial_installs_or_removes_are_installed_and_removed_again() -> None:
+    model, x = Hooking(), torch.randn(2, WIDTH, requires_grad=True)
+    model.last.weight.register_hook(lambda _: model.seen.append("held"))
+    for _ in range(2):
+        with restored(model):
+            model(x).sum().backward()
+        assert model.seen == []
+        assert not model.first._forward_hooks
+    assert len(model._forward_pre_hooks) == 1
+    model(x).sum().backward()
+    assert sorted(model.seen) == sorted(["enter", "leave", "begin", "end", "gradient", "sum", "held"])
+    assert not model._forward_pre_hooks
+
+
+class Collecting(Counting):
+    """A model whose first forward installs hooks that collect what its blocks return, as those of transformers do."""
+
+    def __init__(self, part: str) -> None:
+        super().__init__()
+        self.part, self.is_hooked, self.collected = part, False, []
+
+    def forward(self, tokens: Tensor) -> Any:
+        """Return scores, and what the blocks' parts have returned."""
+        if not self.is_hooked:
+            for block in self.blocks:
+                block.get_submodule(self.part).register_forward_hook(lambda *args: self.collected.append(args[-1]))
+            self.is_hooked = True
+        self.collected.clear()
+        return super().forward(tokens), list(self.collected)
+
+
 def split_counting() -> dict[str, Any]:
     torch.set_num_threads(1)
     found = {}
@@ -103,11 +158,21 @@ def split_counting() -> dict[str, Any]:
             model = parallelize(Counting(), Layout(**{axis: 2}), group=group, sample=TOKENS)
             found[axis] = [model.number, list(model.lengths), dict(model.counts), float(model.nested["tensor"])]
             find_shard(model, group).close()
+        for part, axis in (("", "tensor"), ("up", "tensor"), ("", "pipeline")):
+            try:
+                model = parallelize(Collecting(part), Layout(**{axis: 2}), group=group, sample=TOKENS)
+                found[f"{part} {axis}"] = len(model(TOKENS)[1])
+                find_shard(model, group).close()
+            except SettingsError as error:
+                found[f"{part} {axis}"] = str(error)
     return found
 
 
-def test_layouts_leave_counters_as_they_were_and_compare_from_the_same_ones() -> None:
+def test_layouts_leave_counters_and_hooks_as_they_were_and_compare_from_the_same_ones() -> None:
     results = run_processes(2, split_counting)
     check_exits(results)
     for result in results:
-        assert result.value == {axis: [0, [], {}, 0.0] for axis in ("tensor", "pipeline")}
+        found = result.value
+        assert "returns a tensor of the shape (2, 8, 16), a rank's part of one of (2, 8, 32)" in found.pop("up tensor")
+        assert "returns 3 tensors, of which the last stage has " in found.pop(" pipeline")
+        assert found == {" tensor": 2} | {axis: [0, [], {}, 0.0] for axis in ("tensor", "pipeline")}

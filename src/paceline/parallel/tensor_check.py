@@ -102,6 +102,9 @@ class SplitCheck:
             for parameter in self._module.parameters():
                 parameter.grad = None
         for one, other in ((outputs, self._outputs), (evaluated, self._evaluated)):
+            if torn := [(a, b) for a, b in zip(one, other, strict=True) if not self._fits(a, b)]:
+                a, b = (tuple(output.shape) for output in torn[0])
+                return self._describe("", f"returns a tensor of the shape {a}, a rank's part of one of {b},")
             worst = max((self._error(a, b) for a, b in zip(one, other, strict=True)), default=0.0)
             if worst:
                 name = next((n for n, value in self._pair_up(seen) if self._error(*value)), "")
@@ -160,8 +163,9 @@ class SplitCheck:
         """Run backward from a sum of all outputs with fixed weights, which are those of all tokens."""
         terms = []
         for number, output in enumerate(outputs):
-            if output.requires_grad:
-                shape = self._outputs[first + number].shape if self._outputs else output.shape
+            whole = self._outputs[first + number] if self._outputs else output
+            if output.requires_grad and self._fits(output, whole):
+                shape = whole.shape
                 weights = torch.randn(shape, generator=torch.Generator().manual_seed(number))
                 weights = weights if shape == output.shape else self._cut(weights)
                 terms.append((output * weights.to(output)).sum().double() / shape.numel() ** 0.5)
@@ -172,6 +176,10 @@ class SplitCheck:
         """Return this rank's tokens of activations between blocks."""
         is_cut = self._plan.cuts_tokens and whole.is_floating_point() and whole.dim() > 1
         return whole.chunk(self._size, -2)[self._position] if is_cut else whole
+
+    def _fits(self, one: Tensor, whole: Tensor) -> bool:
+        """Return whether a tensor is as large as that of the whole model, or as this rank's tokens of it."""
+        return one.shape in (whole.shape, self._cut(whole).shape)
 
     def _error(self, one: Tensor, other: Tensor) -> float:
         """Return the relative error of a tensor if it is too large, else 0."""
@@ -188,7 +196,7 @@ class SplitCheck:
             expected.setdefault(name, []).append(value)
         for name, value in seen:
             whole = expected[name].pop(0) if expected.get(name) else None
-            if whole is not None and value.shape in (whole.shape, self._cut(whole).shape):
+            if whole is not None and self._fits(value, whole):
                 yield name, (value, whole)
 
     def _describe(self, name: str, what: str, remedy: str = "") -> str:

@@ -28,16 +28,17 @@ _DROPOUTS = (
 )
 
 
-_OF_TORCH = frozenset(vars(nn.Module())) - {"training"}
-"""Attributes in which torch keeps a module's parts and hooks."""
+_OF_TORCH = frozenset(key for key in vars(nn.Module()) if "forward" not in key and "backward" not in key) - {"training"}
+"""Attributes in which torch keeps a module's parts and hooks, but for those of its forward and backward."""
 
 
 @contextmanager
 def restored(module: nn.Module, *, on_copies: bool = False) -> Iterator[None]:
-    """Around runs of a module: afterwards buffers, attributes, modes and random streams are what they were.
+    """Around runs of a module: afterwards buffers, attributes, modes, hooks and random streams are what they were.
 
-    Attributes may be assigned anew or change inside: tensors, and lists, dicts and sets of such. Nothing may split the
-    module meanwhile, which changes attributes for good; see `undisturbed`.
+    A forward that installs hooks once, and notes that in an attribute, does so again. Attributes may be assigned anew
+    or change inside: tensors, and lists, dicts and sets of such. Nothing may split the module meanwhile, which changes
+    attributes for good; see `undisturbed`.
 
     Args:
         module: The module.
@@ -66,7 +67,7 @@ def _random_state_kept(module: nn.Module) -> Iterator[None]:
 
 
 class _State:
-    """Buffers and attributes of a module and its parts, with copies of what may change inside of them."""
+    """Buffers, attributes and hooks of a module and its parts, with copies of what may change inside of them."""
 
     def __init__(self, module: nn.Module) -> None:
         holders = [holder for part in module.modules() for holder in (vars(part), part._buffers)]
@@ -75,6 +76,7 @@ class _State:
         for _, values in self._holders:
             for value in values.values():
                 self._keep(value)
+        self._hooks = [(one, [dict(held) for held in _list_hooks(one)]) for one in module.parameters()]
 
     def copy_tensors(self) -> None:
         """Put copies in the place of tensors that may change."""
@@ -92,6 +94,10 @@ class _State:
             for key in [key for key in holder if key not in _OF_TORCH and key not in values]:
                 del holder[key]
             holder.update(values)
+        for parameter, kept in self._hooks:
+            for held, before in zip(_list_hooks(parameter), kept, strict=True):
+                held.clear()
+                held.update(before)
         with torch.no_grad():
             for value, before in self._contents.values():
                 if isinstance(value, Tensor):
@@ -116,6 +122,11 @@ class _State:
             self._contents[id(value)] = value, copy.copy(value)
             for one in value.values() if isinstance(value, dict) else value:
                 self._keep(one)
+
+
+def _list_hooks(parameter: Tensor) -> list[dict[int, Any]]:
+    """Return the hooks on a parameter's gradient, and those after its sum."""
+    return [parameter._backward_hooks or {}, getattr(parameter, "_post_accumulate_grad_hooks", None) or {}]
 
 
 @contextmanager

@@ -443,6 +443,14 @@ def _compare(module: nn.Module, layers: Sequence[PipelineLayer], samples: Sequen
             assert isinstance(run, Part)
             with restored(module):
                 values = [replace(run, fills_with=float("nan"))(value) for value in values]
+    counts = [[len(list_tensors(one)) for one in outputs] for outputs in (values, expected)]
+    if counts[0] != counts[1]:
+        raise SettingsError(
+            f"a model run as a pipeline must return its own results, but {type(module).__name__} returns "
+            f"{counts[1][0]} tensors, of which the last stage has {counts[0][0]}: hooks collect the others from blocks "
+            "of other stages; do without them (output_hidden_states and the like of transformers), or set "
+            "Layout(pipeline=1) (--layout.pipeline 1)"
+        )
     pairs = [pair for made, whole in zip(values, expected, strict=True) for pair in _pair_up(made, whole)]
     for value, whole in pairs:
         difference = (value - whole).abs().max() if value.shape == whole.shape else torch.tensor(torch.inf)
