@@ -14,7 +14,7 @@ from paceline.parallel import UndeferrableError, defer
 
 SHARED: list[Tensor] = []
 CACHE: dict[str, Tensor] = {}
-HELD: list[torch.Generator] = []
+HELD: list[Any] = []
 
 
 def finish(build: Callable[[], nn.Module]) -> Any:
@@ -124,6 +124,11 @@ def build_with_a_generator_from_before() -> nn.Module:
     return nn.Sequential(first, seed_by_state(HELD[0].get_state()))
 
 
+def build_with_a_method_from_before() -> nn.Module:
+    first = nn.Linear(40, 40)
+    return nn.Sequential(first, seed_by_state(HELD[0]()))
+
+
 def build_by_naming_the_generator() -> nn.Module:
     module, generator = nn.Linear(40, 40), torch.default_generator
     nn.init.normal_(module.weight, generator=generator)
@@ -144,10 +149,12 @@ def test_the_generator_is_asked_for_its_real_state(build: Callable[[], nn.Module
     compare(build)
 
 
-def test_a_generator_that_other_code_holds_has_its_real_state() -> None:
-    HELD.append(torch.default_generator)
+@pytest.mark.parametrize("build", [build_with_a_generator_from_before, build_with_a_method_from_before])
+def test_a_generator_that_other_code_holds_has_its_real_state(build: Callable[[], nn.Module]) -> None:
+    is_method = build is build_with_a_method_from_before
+    HELD.append(torch.default_generator.get_state if is_method else torch.default_generator)
     try:
-        compare(build_with_a_generator_from_before)
+        compare(build)
     finally:
         HELD.clear()
 

@@ -37,6 +37,7 @@ CASES: dict[str, tuple[int, list[tuple[str, dict[str, Any]]]]] = {
         [
             ("gpt2", {"pipeline": 2, "sharded": 2, "zero_stage": 3}),
             ("bert", {"pipeline": 2, "sharded": 2, "zero_stage": 2}),
+            ("plain", {"pipeline": 2, "sharded": 2, "zero_stage": 3}),
             ("gpt2", {"pipeline": 2, "context": 2}),
             ("llama", {"sharded": 2, "context": 2}),
             ("gpt2", {"tensor": 2, "pipeline": 2}),

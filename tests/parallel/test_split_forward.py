@@ -1,5 +1,6 @@
 """Foreign models on parts of sequences: what would train another model is refused, and nothing else is."""
 
+import re
 from typing import Any
 
 import pytest
@@ -234,9 +235,14 @@ class Masked(nn.Module):
         self.embed, self.table = nn.Embedding(24, WIDTH), nn.Embedding(NUM_TOKENS, WIDTH)
         self.project, self.out = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(WIDTH, WIDTH)
 
-    def forward(self, input_ids: Tensor, attention_mask: Tensor, position_ids: Any = None) -> Tensor:
+    def forward(
+        self, input_ids: Tensor, attention_mask: Any = None, position_ids: Any = None, weights: Any = None
+    ) -> Tensor:
         """Return features of each token."""
         x = self.embed(input_ids)
+        attention_mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
+        if weights is not None:
+            x = x * weights[..., None].cumsum(1)
         if self.kind == "positions by a mask":
             x = x + self.table(attention_mask.cumsum(1).sub(1).relu() if position_ids is None else position_ids)
         query, key, value = self.project(x).split([WIDTH, WIDTH // 2, WIDTH // 2], dim=-1)
@@ -254,12 +260,35 @@ class Masked(nn.Module):
         return self.out(x.transpose(1, 2).flatten(2))
 
 
-def run_masked(kind: str, num_hidden: int, group: Any) -> str:
-    """Return what is said of a model with padding at the front of the sample, or how far it is from the whole one."""
+BACK, FRONT = ("attention_mask", 0, 3), ("attention_mask", 1, 3)
+LATER: dict[str, tuple[str, int | None, tuple[str, int, int]]] = {
+    "back": ("positions by a mask", 0, BACK),
+    "front": ("positions by a mask", 0, FRONT),
+    "no mask, back": ("positions by a mask", None, BACK),
+    "no mask, front": ("positions by a mask", None, FRONT),
+    "no mask, sees itself": ("padding sees itself", None, BACK),
+    "no mask, padding": ("padding", None, FRONT),
+    "unknown": ("padding", 0, ("weights", 0, NUM_TOKENS)),
+}
+"""Kind of a model, tokens that the sample hides, and a batch."""
+
+
+def run_masked(kind: str, num_hidden: int | None, group: Any, batch: Any = ("attention_mask", 1, 3)) -> str:
+    """Return what is said of a model with padding at the front of the sample, or how far it is from the whole one.
+
+    Args:
+        kind: Kind of the model.
+        num_hidden: Number of hidden tokens of the sample; None for one without a mask.
+        group: All ranks.
+        batch: Name of a mask of two samples, and the first token that it shows of one, and hides of the other.
+    """
     whole = Masked(kind).double()
     counts = torch.arange(NUM_TOKENS)
-    sample = {"input_ids": draw()[:1], "attention_mask": (counts >= num_hidden).long()[None]}
-    batch = {"input_ids": draw(), "attention_mask": torch.stack([counts >= 1, counts < 3]).long()}
+    sample = {"input_ids": draw()[:1], "attention_mask": (counts >= (num_hidden or 0)).long()[None]}
+    if num_hidden is None:
+        del sample["attention_mask"]
+    name, first, end = batch
+    batch = {"input_ids": draw(), name: torch.stack([counts >= first, counts < end]).long()}
     expected = whole(**batch).detach()
     try:
         model = parallelize(whole, LAYOUT, group=group, sample=sample)
@@ -267,9 +296,13 @@ def run_masked(kind: str, num_hidden: int, group: Any) -> str:
         return str(error)
     mesh = find_shard(model, group).mesh
     assert mesh is not None
-    gap = (model(**split_batch(batch, mesh)) - split_batch(expected, mesh)).abs().amax(-1)
-    find_shard(model, group).close()
-    is_seen = split_batch(batch, mesh)["attention_mask"] > 0
+    try:
+        gap = (model(**split_batch(batch, mesh)) - split_batch(expected, mesh)).abs().amax(-1)
+    except SettingsError as error:
+        return f"in the batch: {error}"
+    finally:
+        find_shard(model, group).close()
+    is_seen = split_batch(batch, mesh)[name] > 0
     return " and ".join(f"{float(one.max()) if one.numel() else 0.0:.6f}" for one in (gap[is_seen], gap[~is_seen]))
 
 
@@ -284,6 +317,9 @@ def on_two() -> Any:
             for num_hidden in (0, 1, 3):
                 torch.manual_seed(1)
                 said[f"{kind} {num_hidden}"] = run_masked(kind, num_hidden, group)
+        for case, arguments in LATER.items():
+            torch.manual_seed(1)
+            said[case] = run_masked(*arguments[:2], group, arguments[2])
         torch.manual_seed(1)
         return {**said, "packed": say_of_packed(group), "denoising": find_gap_of_denoising(group)}
 
@@ -328,6 +364,23 @@ def test_padding_is_exact_whether_or_not_the_sample_and_all_ranks_have_some(
     assert said[f"padding sees nothing {num_hidden}"].startswith("0.000000 and ")
 
 
+@pytest.mark.parametrize("case", ["back", "no mask, back", "no mask, padding"])
+def test_masks_of_batches_are_exact_where_they_change_no_position(said: dict[str, str], case: str) -> None:
+    assert said[case].startswith("0.000000 and ")
+
+
+@pytest.mark.parametrize(("case", "what"), [
+    ("front", "in the batch: .* table has another output .* hides tokens at the front .pad at the back, or leave"),
+    ("no mask, front", "in the batch: .* table has another output .* hides tokens at the front .pad at the back"),
+    ("no mask, sees itself", "in the batch: an attention mask must hide whole tokens"),
+    ("unknown", "in the batch: inputs must be those of the sample .* but got weights, which the sample does not have"),
+])  # fmt: skip
+def test_what_the_sample_did_not_show_is_refused_in_the_batch_that_has_it(
+    said: dict[str, str], case: str, what: str
+) -> None:
+    assert re.match(what, said[case]), said[case]
+
+
 @pytest.mark.parametrize(("kind", "what"), [
     ("padding sees itself", "an attention mask must hide whole tokens"),
     ("positions by a mask", "table has another output with split sequences"),
@@ -336,4 +389,4 @@ def test_what_a_mask_changes_is_seen_on_a_sample_without_padding(said: dict[str,
     for num_hidden in (0, 1, 3):
         assert what in said[f"{kind} {num_hidden}"]
     if kind == "positions by a mask":
-        assert "where a mask hides tokens at the front (leave masks out" in said[f"{kind} 0"]
+        assert "where a mask hides tokens at the front (pad at the back, or leave masks out" in said[f"{kind} 0"]

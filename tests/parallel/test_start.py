@@ -132,3 +132,20 @@ def test_buffers_are_compared_as_parameters_are():
 
     assert compare(Buffered(3), Buffered(3)) is None
     assert "rank 1 has table: (4,)" in compare(Buffered(3), Buffered(4))
+
+
+class Hiding(nn.Module):
+    """A model with modules in lists and dicts, of which one is registered too."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        self.shown = nn.Linear(2, 2)
+        torch.manual_seed(seed)
+        self.layers = [self.shown, {"more": (nn.Linear(2, 2), 3)}]
+        self.layers.append(self.layers)
+
+
+def test_what_is_registered_nowhere_must_be_the_same_on_every_rank() -> None:
+    assert compare(Hiding(0), Hiding(0)) is None
+    message = compare(Hiding(0), Hiding(0), Hiding(1))
+    assert "rank 2 has layers[1]['more'][0].weight, which is not registered (take nn.ModuleList), of " in message

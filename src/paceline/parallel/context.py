@@ -199,9 +199,11 @@ def split_attention(module: nn.Module, mesh: Mesh, sample: Any = None) -> None:
         sample = broadcast_sample(sample, mesh.world)
         with undisturbed(module), perturbed(module):
             split_forwards(module, sample, mesh.size("context"))
-            ContextCheck(
+            found = ContextCheck(
                 module, mesh, SplitContext(mesh.device_mesh["context"], drops=False), partial(split_batch, mesh=mesh)
             ).compare(sample)
+        for forward in find_forwards(module):
+            forward.shared.mask_check = found
     for part in _list_contextual(module):
         part.context = context
     for forward in find_forwards(module):

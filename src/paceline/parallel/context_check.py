@@ -13,7 +13,15 @@ from paceline.data.batch import call, list_tensors, map_tensors
 from paceline.errors import PacelineError, SettingsError
 from paceline.parallel.mesh import Mesh
 from paceline.parallel.padding import NotingContext, hide_tokens
-from paceline.parallel.split_forward import CONTEXT_ADVICE, Context, check_masks, names_of_calls, split_forwards_in
+from paceline.parallel.split_forward import (
+    CONTEXT_ADVICE,
+    Context,
+    check_masks,
+    find_forwards,
+    names_of_calls,
+    split_forwards_in,
+)
+from paceline.parallel.split_inputs import MASK, MaskCheck, hides_before_others, join_tokens
 from paceline.parallel.tensor_proof import relative_error
 from paceline.parallel.trial import is_random, restored, training, vary
 
@@ -55,16 +63,17 @@ class ContextCheck:
         self._num_samples = self._num_tokens = 0
         self._seen_BT = torch.ones(0, 0, dtype=torch.bool)
 
-    def compare(self, sample: Any) -> None:
-        """Raise `SettingsError` on all ranks with the name of what is another one with split sequences."""
+    def compare(self, sample: Any) -> MaskCheck | None:
+        """Raise `SettingsError` on all ranks with the name of what is another one with split sequences.
+
+        Returns:
+            Check of the masks of batches, if some make the model another one.
+        """
         self._num_samples, self._num_tokens = next(one.shape[:2] for one in list_tensors(sample) if one.dim() > 1)
         samples = [one for one in (sample, vary(sample)) if self._runs(one)]
         for one in samples:
             self._compare(one, "")
-        for one, where in hide_tokens(sample):
-            if self._runs(one):
-                check_masks(self._module, one)
-                self._compare(one, where)
+        refusals = self._compare_hidden(sample)
         with training(self._module):
             is_noisy = any(self._mesh.world.gather_documents(is_random(self._module, sample), name="random forward"))
         mode, when = (training(self._module, measures=True), " in training") if not is_noisy else (nullcontext(), "")
@@ -77,6 +86,31 @@ class ContextCheck:
                     holder[key] = value
                 if counters and self._runs(sample):
                     self._compare(sample, f" after {_NUM_LATER} steps")
+        return MaskCheck(self._mesh, self._split, refusals) if refusals else None
+
+    def _compare_hidden(self, sample: Any) -> dict[bool, str]:
+        """Compare where masks hide tokens, and return refusals for batches with such masks: see `MaskCheck`.
+
+        A model that takes a mask is compared with one even if the sample has none, as batches may have.
+        """
+        masks = [key for key in sample if "mask" in key] if isinstance(sample, Mapping) else []
+        is_added = not masks and any(MASK in forward.positions for forward in find_forwards(self._module))
+        if is_added:
+            device = next(one.device for one in list_tensors(sample))
+            sample = {**sample, MASK: torch.ones(self._num_samples, self._num_tokens, dtype=torch.int64, device=device)}
+        refusals: dict[bool, str] = {}
+        for one, where in hide_tokens(sample):
+            if not self._runs(one):
+                continue
+            try:
+                check_masks(self._module, one)
+                self._compare(one, where)
+            except SettingsError as error:
+                is_before = (is_added or masks == [MASK]) and hides_before_others(one[MASK] != 0)
+                if not (is_added or is_before):
+                    raise
+                refusals[is_before] = str(error)
+        return refusals
 
     def _runs(self, sample: Any) -> bool:
         """Return whether the whole model takes a sample, and makes numbers of it."""
@@ -128,11 +162,8 @@ class ContextCheck:
         with self._explaining():
             self._train(self._split(sample), context, lambda *_: None, trains=False)
         device = next(one.device for one in list_tensors(sample))
-        seen_BT = torch.zeros(self._num_samples, self._num_tokens, device=device)
-        places = self._split(torch.arange(self._num_tokens, device=device)[None])[0]
-        seen_BT[:, places] = context.find_seen(torch.Size((self._num_samples, len(places)))).to(seen_BT)
-        self._mesh.group("context").all_reduce(seen_BT, name="tokens that attention sees").wait()
-        return seen_BT > 0
+        shape = torch.Size((self._num_samples, self._num_tokens // self._mesh.size("context")))
+        return join_tokens(context.find_seen(shape).to(device), self._mesh, self._split)
 
     def _find_known(self, tensor: Tensor) -> Tensor:
         """Return which numbers of a result of whole sequences are of tokens that attention sees, or of no token."""

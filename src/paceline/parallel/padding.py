@@ -71,4 +71,5 @@ def hide_tokens(sample: Any) -> Iterator[tuple[Any, str]]:
         else:
             other = map_tensors(hide, sample)
         if found and len(list_tensors(sample)) > 1:
-            yield other, f", where a mask hides tokens at the {where} (leave masks out if no batch has padding)"
+            pad = "pad at the back, or " if where == "front" else ""
+            yield other, f", where a mask hides tokens at the {where} ({pad}leave masks out if no batch has padding)"

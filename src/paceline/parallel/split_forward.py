@@ -15,6 +15,7 @@ from torch.overrides import TorchFunctionMode
 
 from paceline.data.batch import NEXT_LABELS, call, list_tensors, map_tensors
 from paceline.errors import SettingsError
+from paceline.parallel.split_inputs import SplitState, name_inputs
 from paceline.parallel.trial import restored
 
 _ELEMENTWISE = {"add", "sub", "mul", "div", "true_divide", "rsub", "addcmul", "lerp", "where"}
@@ -224,21 +225,21 @@ class SplitForward:
     """
 
     def __init__(
-        self, module: nn.Module, name: str, uses: Uses, positions: tuple[str, ...], shared: "_SplitState"
+        self, module: nn.Module, name: str, uses: Uses, positions: tuple[str, ...], shared: SplitState
     ) -> None:
         self.context: Context | None = None
         """Context of split sequences; None while there are whole ones."""
         self.uses = uses
         self._name = name
-        self._positions = positions
-        self._shared = shared
+        self.positions = positions
+        self.shared = shared
         self.module, self._original = module, module.forward
         module.forward = self
 
     @property
     def num_all_tokens(self) -> int:
         """Number of tokens of each sequence on all ranks, in the present forward."""
-        return (self._shared.num_tokens or 0) * self._shared.size
+        return (self.shared.num_tokens or 0) * self.shared.size
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -247,10 +248,12 @@ class SplitForward:
             return self._original(*args, **kwargs)
         if not self._name:
             tokens = next(tensor for tensor in list_tensors((args, kwargs)) if tensor.dim() > 1)
-            self._shared.note_tokens(tokens.shape[1])
+            self.shared.note_tokens(tokens.shape[1])
+            given = name_inputs(self._original, args, kwargs)
             kwargs = self._add_positions(tokens, args, kwargs)
+            self.shared.check_inputs(given, self.positions)
         before = getattr(_here, "mode", None)
-        with _Split(self, None if self._positions else self._shared.num_tokens) as mode:
+        with _Split(self, None if self.positions else self.shared.num_tokens) as mode:
             _here.mode = mode
             try:
                 output = self._original(*args, **kwargs)
@@ -272,33 +275,10 @@ class SplitForward:
                 "from output.logits and batch.targets"
             )
         assert self.context is not None
-        return kwargs | add_positions(self._positions, self.context, tokens, kwargs)
+        return kwargs | add_positions(self.positions, self.context, tokens, kwargs)
 
 
 _here = threading.local()
-
-
-@dataclass
-class _SplitState:
-    """State of all modules of one model."""
-
-    max_tokens: int
-    """Largest number of a rank's tokens of each sequence: that of the sample."""
-    size: int
-    """Number of ranks that share each sequence."""
-    num_tokens: int | None = None
-    """Number of this rank's tokens of each sequence in the present forward, and its backward."""
-
-    def note_tokens(self, num_tokens: int) -> None:
-        """Set the number of this rank's tokens, for which a model must do as it did on the sample."""
-        if num_tokens > self.max_tokens:
-            raise SettingsError(
-                "sequences must be no longer than the sample's for a context axis, since a model may do otherwise then "
-                f"(a window), but got {num_tokens} tokens a rank, and {self.max_tokens} of the sample; give "
-                "parallelize a sample of the greatest length (a run takes the first of the data set), or set "
-                "Layout(context=1) (--layout.context 1)"
-            )
-        self.num_tokens = num_tokens
 
 
 def add_positions(
@@ -362,6 +342,8 @@ def split_forwards(module: nn.Module, sample: Any, size: int) -> None:
         SettingsError: No module calls torch's attention.
     """
     names = _find_position_names(module, sample)
+    by_place = sample if isinstance(sample, tuple | list) else (sample,)
+    inputs = set(sample if isinstance(sample, Mapping) else name_inputs(module.forward, by_place, {}))
     tokens = next((tensor for tensor in list_tensors(sample) if tensor.dim() > 1), None)
     if tokens is None:
         raise SettingsError("sample must hold sequences for a context axis, but its tensors have no second dim")
@@ -384,7 +366,7 @@ def split_forwards(module: nn.Module, sample: Any, size: int) -> None:
             f"a module's attention must be always causal or never for a context axis, but {mixed[0]} has both; "
             f"{CONTEXT_ADVICE}"
         )
-    shared = _SplitState(tokens.shape[1] // size, size)
+    shared = SplitState(tokens.shape[1] // size, size, inputs)
     for name in dict.fromkeys(["", *probe.uses]):
         SplitForward(module.get_submodule(name), name, probe.uses.get(name, Uses()), names, shared)
 

@@ -1,10 +1,13 @@
 """A common initial state of the workers: compared by shape, then copied from rank 0."""
 
-from collections.abc import Iterable
+from collections import deque
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
+import xxhash
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from paceline.comm.group import Group
 from paceline.data.batch import describe, list_tensors, map_tensors
@@ -12,10 +15,14 @@ from paceline.errors import SettingsError
 from paceline.parallel.local import local
 
 _CHUNK_BYTES = 64 * 2**20
+_HOLDERS = (list, tuple, deque, dict, nn.Module, nn.Parameter)
+"""Types of attributes in which parameters may be."""
 
 
 def check_same_model(module: nn.Module, group: Group) -> None:
     """Compare names, shapes and dtypes of parameters and buffers with rank 0's.
+
+    What attributes hold without registering it (a list of modules) is compared by its values, which are never sent.
 
     Raises:
         SettingsError: Ranks differ; the message names the rank and the first difference.
@@ -26,6 +33,7 @@ def check_same_model(module: nn.Module, group: Group) -> None:
         f"{'' if t.is_contiguous() else f', strides {t.stride()}'}{', frozen' if name in frozen else ''}"
         for name, t in _tensors(module)
     ]
+    mine += [f"{name}, which is not registered (take nn.ModuleList), of {_hash(t)}" for name, t in _list_hidden(module)]
     everybody = group.gather_documents(list(mine), name="model shapes")
     for rank, theirs in enumerate(everybody):
         for here, there in zip([*everybody[0], "nothing"], [*theirs, "nothing"], strict=False):
@@ -89,3 +97,34 @@ def _broadcast_chunk(tensors: list[Tensor], group: Group, source: int) -> None:
 def _tensors(module: nn.Module) -> list[tuple[str, Tensor]]:
     parameters = [(name, local(parameter.detach())) for name, parameter in module.named_parameters()]
     return parameters + [(name, local(buffer)) for name, buffer in module.named_buffers()]
+
+
+def _list_hidden(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield the parameters and buffers that attributes hold, alone or in containers, without being the module's."""
+    known = {id(one) for one in [*module.modules(), *module.parameters()]}
+    for name, part in module.named_modules():
+        for key, value in vars(part).items():
+            if key not in ("_parameters", "_buffers", "_modules"):
+                yield from _walk(value, f"{name}.{key}" if name else key, known)
+
+
+def _walk(value: Any, place: str, known: set[int]) -> Iterator[tuple[str, Tensor]]:
+    if not isinstance(value, _HOLDERS) or id(value) in known:
+        return
+    known.add(id(value))
+    if isinstance(value, nn.Parameter):
+        yield place, value
+    elif isinstance(value, nn.Module):
+        yield from ((f"{place}.{leaf}", tensor) for leaf, tensor in _tensors(value))
+    else:
+        for key, one in value.items() if isinstance(value, dict) else enumerate(value):
+            if isinstance(one, _HOLDERS):
+                yield from _walk(one, f"{place}[{key!r}]", known)
+
+
+def _hash(tensor: Tensor) -> str:
+    """Return a text of a tensor's values, or of its shape if it has none."""
+    if tensor.is_meta or isinstance(tensor, FakeTensor):
+        return str(tuple(tensor.shape))
+    content = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+    return xxhash.xxh3_64_hexdigest(content.tobytes())

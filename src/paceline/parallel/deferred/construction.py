@@ -135,12 +135,19 @@ def defer(build: Callable[[], nn.Module]) -> tuple[nn.Module, Construction]:
 def _is_held(holders: list[Any]) -> bool:
     """Whether other code than torch is among the holders of torch's generator, and may ask for its state any time."""
     names = {"torch", "torch._C", "torch.random", "torch.utils.data.dataset"}
-    ours = f"{skip.__module__.rpartition('.')[0]}."
+    ours, of_dynamo = f"{skip.__module__.rpartition('.')[0]}.", _list_methods_of_dynamo()
     return any(
         not (isinstance(one, dict) and ((name := str(one.get("__name__"))) in names or name.startswith(ours)))
         for one in holders
-        if not isinstance(one, BuiltinMethodType)  # Dynamo's list of them
+        if id(one) not in of_dynamo
     )
+
+
+def _list_methods_of_dynamo() -> set[int]:
+    """Return the identities of the generator's methods in Dynamo's table of torch's functions, if that is made yet."""
+    table: Any = getattr(sys.modules.get("torch._dynamo.trace_rules"), "get_torch_obj_rule_map", None)
+    is_made = table is not None and table.cache_info().currsize > 0
+    return {id(one) for one in table() if isinstance(one, BuiltinMethodType)} if is_made else set()
 
 
 def _is_held_by_frozen() -> bool:

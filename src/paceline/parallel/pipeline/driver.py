@@ -225,18 +225,17 @@ class Pipeline:
         return {name: holders for name, holders in places.items() if len(holders) > 1}
 
     def _check_gatherable(self, module: nn.Module) -> None:
-        """Refuse parameters outside of all modules of their stage, or in two stages of a rank: FSDP gathers modules."""
-        names: dict[Tensor, str] = {parameter: name for name, parameter in module.named_parameters()}
+        """Refuse parameters of two stages of a rank, or of a module of which both have some: FSDP gathers modules."""
         holders: dict[tuple[Tensor, int], int] = {}
         for stage, layers in enumerate(self.layers_of_stages):
+            place = self._place_of(stage)
             inside = {parameter for held in find_modules(module, layers).values() for parameter in held.parameters()}
-            for parameter in find_owned(module, layers) & names.keys():
-                is_shared = holders.setdefault((parameter, self._place_of(stage)), stage) != stage
-                if is_shared or parameter not in inside:
-                    where = "two stages of a rank" if is_shared else "no module of its stage"
+            inside &= find_owned(module, self._layers_at(place))
+            for name, parameter in module.named_parameters():
+                if parameter in inside and holders.setdefault((parameter, place), stage) != stage:
                     raise SettingsError(
-                        f"a sharded parameter of a pipeline must be of one module, but {names[parameter]} is of "
-                        f"{where}; take Layout(zero_stage=1) (--layout.zero_stage 1), or an order with one stage a rank"
+                        f"a sharded parameter of a pipeline must be of one stage of a rank, but {name} is of two; take "
+                        "an order with one stage a rank (1f1b), or Layout(zero_stage=1) (--layout.zero_stage 1)"
                     )
 
     def _forward(self) -> ForwardPass:

@@ -91,14 +91,17 @@ def find_owned(module: nn.Module, layers: Sequence[PipelineLayer]) -> set[Tensor
 def find_modules(module: nn.Module, layers: Sequence[PipelineLayer]) -> dict[str, nn.Module]:
     """Return the modules that `layers` use, by name: those that they own, and those that hold a parameter they own.
 
-    A parameter of a module around others, such as the model itself, has none.
+    In place of a module around others, such as the model itself, there is one that has its parameters alone.
     """
-    modules = dict(module.named_modules())
-    found = {}
+    modules, parameters = dict(module.named_modules()), dict(module.named_parameters(remove_duplicate=False))
+    found: dict[str, nn.Module] = {}
     for name in dict.fromkeys(name for layer in layers for name in layer.owns):
         holder = name if name in modules else name.rpartition(".")[0]
         if holder == name or (holder and not any(True for _ in modules[holder].children())):
             found[holder] = modules[holder]
+        elif name in parameters:
+            alone = found.setdefault(f"{holder}.own", nn.Module())
+            alone._parameters = modules[holder]._parameters  # FSDP replaces what is in it
     return found
 
 

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -16,8 +17,8 @@ from paceline.data.batch import call, describe, is_record, map_tensors
 from paceline.data.batch import list_tensors as list_results
 from paceline.errors import SettingsError
 from paceline.parallel.pipeline.absent import list_changed, list_tensors, reads_values
-from paceline.parallel.pipeline.layers import LAYERS_ADVICE
-from paceline.parallel.trial import CACHES
+from paceline.parallel.pipeline.layers import LAYERS_ADVICE, AbsentModule, PipelineLayer, find_owned
+from paceline.parallel.trial import CACHES, restored
 
 Source = tuple[int, int]
 """Origin of a tensor: the number of a call (`INPUTS` for the model's inputs) and the place among its tensors."""
@@ -70,7 +71,8 @@ class PartCall:
     tensors: tuple[Described, ...]
     """Tensors of the output."""
     needs: frozenset[Source | str]
-    """Outputs of earlier calls, inputs of the model, and names of parameters and buffers that the arguments use."""
+    """Outputs of earlier calls and inputs of the model that the arguments use, with names of parameters and buffers:
+    those of the arguments, and of other modules that the submodule refers to."""
 
 
 @dataclass
@@ -93,6 +95,8 @@ class ForwardTrace:
     """Inputs and outputs that something changes in place after a call has returned them."""
     read: frozenset[Source | str] = frozenset()
     """Names, inputs and outputs that forwards between the calls read as numbers, to choose what they do."""
+    modules: WeakSet[nn.Module] = field(default_factory=WeakSet, compare=False, repr=False)
+    """Modules of the whole model."""
     sent: dict[tuple[Any, ...], list[int]] = field(default_factory=dict, compare=False, repr=False)
     """Shapes and dtypes that crossed a call, by it and the shapes of what crossed it, in a rehearsal: there tensors
     have no values that could be sent."""
@@ -100,6 +104,10 @@ class ForwardTrace:
     def tensors_of(self, number: int) -> tuple[Described, ...]:
         """Return the tensors of the inputs, or of the output of a call."""
         return self.input_tensors if number == INPUTS else self.calls[number].tensors
+
+    def is_part(self, module: nn.Module, model: nn.Module) -> bool:
+        """Return whether a module is one of the model's, or takes the place of one."""
+        return module in self.modules or isinstance(module, AbsentModule) or module in set(model.modules())
 
     def join(self, other: "ForwardTrace") -> "ForwardTrace":
         """Return a trace with all uses of this one, and those of another one that makes the same calls."""
@@ -133,22 +141,25 @@ class ForwardRecorder(TorchFunctionMode):
         self._names = {module: name for name, module in model.named_modules()}
         self._opened = [model.get_submodule(name) for name in sorted(opened)]
         structure, tensors = Structure.of(inputs)
-        self.trace = ForwardTrace(opened, structure, _describe(tensors))
+        self.trace = ForwardTrace(opened, structure, _describe(tensors), modules=WeakSet(self._names))
         self._needs: dict[int, frozenset[Source | str]] = {}
         self._kept: list[Any] = []  # so that no storage has the address of an earlier one
         self._versions: dict[Source, tuple[Tensor, int]] = {}
         self._reads: frozenset[Source | str] = frozenset()
         self._is_inside = False
+        self._used: frozenset[Source | str] = frozenset()
+        """Results and parameters that the present part uses."""
         for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-            self._needs.setdefault(self._key(tensor), frozenset({name}))
+            self._needs.setdefault(_key(tensor), frozenset({name}))
         for number, tensor in enumerate(tensors):
-            self._needs[self._key(tensor)] = frozenset({(INPUTS, number)})
+            self._needs[_key(tensor)] = frozenset({(INPUTS, number)})
             self._versions[INPUTS, number] = tensor, tensor._version
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run a function of torch between two calls, and note that its results use its arguments."""
         kwargs = kwargs or {}
         if self._is_inside:
+            self._used |= self._of((args, kwargs))
             return func(*args, **kwargs)
         needs = self._of((args, kwargs))
         result = func(*args, **kwargs)
@@ -162,19 +173,24 @@ class ForwardRecorder(TorchFunctionMode):
         """Run a part of the model, and add it to the trace."""
         number = len(self.trace.calls)
         needs = self._of((args, kwargs))
-        self._is_inside = True
+        self._is_inside, self._used = True, frozenset()
         try:
             output = call_module(module, *args, **kwargs)
         finally:
             self._is_inside = False
+        own = self._of([*module.parameters(), *module.buffers()])
+        needs |= {one for one in self._used - own if isinstance(one, str)}  # of modules that it refers to
         structure, tensors = Structure.of(output)
         if odd := [value for value in structure.values if not isinstance(value, str | bool | None)]:
             raise SettingsError(
                 f"a part of a model run as a pipeline must return tensors, but {self._names[module]} returns "
                 f"{type(odd[0]).__name__} too; {LAYERS_ADVICE}"
             )
+        made: dict[int, frozenset[Source | str]] = {}
+        for place, tensor in enumerate(tensors):  # several of which may share memory
+            made[_key(tensor)] = made.get(_key(tensor), frozenset()) | {(number, place)}
+        self._needs |= made
         for place, tensor in enumerate(tensors):
-            self._needs[self._key(tensor)] = frozenset({(number, place)})
             self._versions[number, place] = tensor, tensor._version
         self._kept.append(tensors)
         self.trace.calls.append(PartCall(self._names[module], structure, _describe(tensors), needs))
@@ -183,9 +199,7 @@ class ForwardRecorder(TorchFunctionMode):
     def finish(self, output: Any) -> ForwardTrace:
         """Return the trace of a forward that has returned `output`."""
         kept = list_tensors([vars(part) for part in self._opened])
-        made = [
-            self._needs.get(self._key(tensor), frozenset()) for tensor in kept
-        ]  # a loss, or a next forward, reads it
+        made = [self._needs.get(_key(tensor), frozenset()) for tensor in kept]  # a loss, or a next forward, reads it
         needs = [one for one in made if any(not isinstance(source, str) for source in one)]
         self.trace.output_needs, self.trace.read = self._of(list_results(output)).union(*needs), self._reads
         versions = self._versions.items()
@@ -195,7 +209,7 @@ class ForwardRecorder(TorchFunctionMode):
     def _of(self, data: Any) -> frozenset[Source | str]:
         found: frozenset[Source | str] = frozenset()
         for tensor in list_tensors(data):
-            known = self._needs.get(self._key(tensor))
+            known = self._needs.get(_key(tensor))
             if known is None and tensor.grad_fn is not None and not self._is_inside:
                 raise SettingsError(
                     "a model run as a pipeline must pass results of its blocks on as arguments and outputs, but its "
@@ -206,16 +220,52 @@ class ForwardRecorder(TorchFunctionMode):
         return found
 
     def _add(self, tensor: Tensor, needs: frozenset[Source | str]) -> None:
-        key = self._key(tensor)
+        key = _key(tensor)
         self._needs[key] = self._needs.get(key, frozenset()) | needs
         self._kept.append(tensor)
 
-    def _key(self, tensor: Tensor) -> int:
-        with torch._C.DisableTorchFunction():
-            try:
-                return int(tensor.untyped_storage()._cdata)
-            except (RuntimeError, NotImplementedError):  # a wrapper, as inside torch.vmap
-                return id(tensor)
+
+class UseRecorder(TorchFunctionMode):
+    """Mode that notes which parameters and buffers of a model are used."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self._names = {_key(one): name for name, one in [*model.named_parameters(), *model.named_buffers()]}
+        self.names: set[str] = set()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run a function of torch."""
+        keys = map(_key, list_tensors((args, kwargs)))
+        self.names.update(self._names[key] for key in keys if key in self._names)
+        return func(*args, **(kwargs or {}))
+
+
+def _key(tensor: Tensor) -> int:
+    """Return the number of a tensor's storage."""
+    with torch._C.DisableTorchFunction():
+        try:
+            return int(tensor.untyped_storage()._cdata)
+        except (RuntimeError, NotImplementedError):  # a wrapper, as inside torch.vmap
+            return id(tensor)
+
+
+def own_used(module: nn.Module, layers: list[PipelineLayer], sample: Any) -> list[PipelineLayer]:
+    """Return listed layers that own what they use of each other too, by references that are no submodules of theirs."""
+    tensors = tuple(list_results(sample))
+    named = [*module.named_parameters(), *module.named_buffers()]
+    found: list[PipelineLayer] = []
+    value: Any = tensors[0] if len(tensors) == 1 else tensors
+    try:
+        with restored(module), torch.no_grad():
+            for layer in layers if tensors else ():
+                with UseRecorder(module) as uses:
+                    value = layer.run(value)
+                own = find_owned(module, [layer])
+                others = [name for name, one in named if name in uses.names and one not in own]
+                found.append(replace(layer, owns=(*layer.owns, *others)))
+    except Exception:  # which a trial of the stages names
+        return layers
+    return found or layers
 
 
 _here = threading.local()
@@ -224,15 +274,16 @@ call_module = nn.Module.__call__
 
 
 @contextmanager
-def calls_replaced(model: nn.Module, opened: frozenset[str], replacement: CallModule) -> Iterator[None]:
-    """While active, this thread calls `replacement` where an opened module of `model` calls one that is not.
+def calls_replaced(model: nn.Module, trace: ForwardTrace, replacement: CallModule) -> Iterator[None]:
+    """While active, this thread calls `replacement` where an opened module of `model` calls a part.
 
-    Inside of such a call modules are called as always.
+    Inside of such a call modules are called as always. A module that is none of the model's, such as a slice of an
+    `nn.Sequential`, does what its own forward says, as an opened one.
     """
-    inside = {model.get_submodule(name) for name in opened}
+    inside = {model.get_submodule(name) for name in trace.opened}
 
     def replaced(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if module in inside or getattr(_here, "model", None) is not model:
+        if getattr(_here, "model", None) is not model or module in inside or not trace.is_part(module, model):
             return call_module(module, *args, **kwargs)
         _here.model = None
         nn.Module.__call__ = call_module  # type: ignore[method-assign]
@@ -275,7 +326,7 @@ def record(model: nn.Module, opened: frozenset[str], inputs: Any) -> ForwardTrac
     inputs = map_tensors(lambda tensor: tensor.clone(), inputs)  # no two of which share memory
     recorder = ForwardRecorder(model, opened, inputs)
     keeps_nothing = torch.autograd.graph.saved_tensors_hooks(lambda tensor: None, lambda _: torch.empty(0))
-    with recorder, calls_replaced(model, opened, recorder.call_part), torch.enable_grad(), keeps_nothing:
+    with recorder, calls_replaced(model, recorder.trace, recorder.call_part), torch.enable_grad(), keeps_nothing:
         return recorder.finish(find_output(call(model, inputs)))
 
 

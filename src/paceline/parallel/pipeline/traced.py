@@ -29,13 +29,14 @@ from paceline.parallel.pipeline.trace import (
     call_module,
     calls_replaced,
     find_output,
+    own_used,
     record,
 )
 from paceline.parallel.trial import evaluating, is_random, restored, training, vary, without_constants
 
 DTYPES = (
     torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.int32, torch.int16, torch.int8,
-    torch.uint8, torch.bool,
+    torch.uint8, torch.bool, torch.complex64, torch.complex128,
 )  # fmt: skip
 _MAX_SHAPES = 64
 _TOLERANCE = 1e-4
@@ -54,7 +55,7 @@ def find_layers(module: nn.Module, sequence: Sequence[str] = (), sample: Any = N
         SettingsError: The model cannot be cut.
     """
     if sequence or sample is None or is_listed(module):
-        return list_layers(module, sequence)
+        return own_used(module, list_layers(module, sequence), sample)
     opened = find_opened(module)
     with restored(module):
         try:
@@ -71,7 +72,7 @@ def find_layers(module: nn.Module, sequence: Sequence[str] = (), sample: Any = N
         except Exception as error:
             raise SettingsError(
                 f"a model must run on a sample to be cut into stages, but {type(module).__name__} says on "
-                f"{describe(sample)}: {type(error).__name__}: {error}; {LAYERS_ADVICE}"
+                f"{describe(sample)}: {type(error).__name__}: {str(error).partition(chr(10))[0]}; {LAYERS_ADVICE}"
             ) from error
     return layers
 
@@ -137,7 +138,7 @@ class Part:
         """Return what crosses the end, or the model's output."""
         run = _PartRun(self, (value,) if isinstance(value, Tensor) else value)
         try:
-            with run.tracking, calls_replaced(self.model, self.trace.opened, run.call_part):
+            with run.tracking, calls_replaced(self.model, self.trace, run.call_part):
                 output = call(self.model, run.fill(INPUTS))
         except _EndOfPartError:
             return run.finish()
@@ -351,7 +352,7 @@ def list_gradients(run: Any, tensors: Sequence[Tensor], gives: bool) -> tuple[bo
         tensors: Tensors that it has returned.
         gives: Whether anything before it is trained, or it itself.
     """
-    known = [gives and tensor.is_floating_point() for tensor in tensors]
+    known = [gives and (tensor.is_floating_point() or tensor.is_complex()) for tensor in tensors]
     if isinstance(run, Part) and run.end < len(run.trace.calls):
         crossing = run.trace.find_crossing(run.end)
         return (*(run.trace.tensors_of(number)[place].has_gradient for number, place in crossing), False)
@@ -478,4 +479,8 @@ def _compare_gradients(module: nn.Module, layers: Sequence[PipelineLayer], sampl
 
 def _pair_up(made: Any, whole: Any) -> list[tuple[Tensor, Tensor]]:
     """Return the tensors of two outputs, as numbers."""
-    return [(one.double(), other.double()) for one, other in zip(list_tensors(made), list_tensors(whole), strict=True)]
+
+    def count(one: Tensor) -> Tensor:
+        return (torch.view_as_real(one.resolve_conj()) if one.is_complex() else one).double()
+
+    return [(count(one), count(other)) for one, other in zip(list_tensors(made), list_tensors(whole), strict=True)]
