@@ -111,14 +111,12 @@ def _train_here(
         prepare_new,
         prepare_resumed,
         taking_back,
-        write_report,
     )
     from paceline.launch.changes import Changes
     from paceline.launch.left_run import end_left_workers, find_left_run
     from paceline.launch.local import check_min_workers, launch
     from paceline.launch.place import acquire_run
     from paceline.launch.scaling import PolicySettings
-    from paceline.monitor.reader import last_traceback
     from paceline.training.run_file import RunFile
 
     if changes["scaling"] is not None:
@@ -160,6 +158,15 @@ def _train_here(
 
         code = launch(directory, file.num_processes, changes=ways, left=left, tell_end=tell_end, **losses)
         lock.release()
+    _tell_end(directory, code, leaving)
+    return code
+
+
+def _tell_end(directory: Path, code: int, leaving: Leaving) -> None:
+    """Write the report of a run that has ended, and say where everything is, and how to go on."""
+    from paceline.cli.prepare import write_report
+    from paceline.monitor.reader import last_traceback
+
     typer.echo(f"log: {directory / 'events.jsonl'}")
     if code in (ExitCode.FINISHED, ExitCode.BUDGET_SPENT):
         write_report(directory)
@@ -172,4 +179,3 @@ def _train_here(
         if trace := last_traceback(directory / "events.jsonl"):
             typer.echo(trace, err=True)
         typer.echo(f"what the workers printed: {directory / 'workers'}")
-    return code
