@@ -111,6 +111,7 @@ class _Tracer:
     def __init__(self, run: Run, splits: Splits, original: nn.Module, blocks: Sequence[str], on_cpu: bool) -> None:
         self.run, self.splits = run, splits
         self._original, self._blocks, self._on_cpu = original, blocks, on_cpu
+        self._sample = splits.train.read_first()  # with values: data may be made as it is read
 
     def trace(self, samples: int, tensor: int = 1, plan: TensorPlan | Mapping[str, str] | None = None) -> WorkloadTrace:
         """Return what a micro-batch does on the first of some tensor ranks.
@@ -133,7 +134,7 @@ class _Tracer:
     def _run(
         self, samples: int, tensor: int, plan: TensorPlan | Mapping[str, str] | None, world: Group
     ) -> WorkloadTrace:
-        sample = map_tensors(torch.empty_like, self.splits.train.read_first())
+        sample = map_tensors(torch.empty_like, self._sample)
         with _CPU:
             module = copy_without_contents(self._original)
         layout = Layout(tensor=tensor)

@@ -28,7 +28,7 @@ def make(*, wall_s=0.0, cpu_s=0.0, num_workers=2, num_cores=2, num_bytes=8 * MIB
     blocks = [ProfiledBlock(name=str(i), num_bytes=num_bytes / 2, forward_s=0.1, backward_s=0.2) for i in range(2)]
     model = ProfiledModel(
         digest=digest, title="model", samples=(4, 8), forward_s=(0.1, 0.2), backward_s=(0.2, 0.4), optimizer_s=0.03,
-        overhead_s=0.01, step_s=0.34, num_bytes=num_bytes, blocks=tuple(blocks),
+        step_s=0.33, num_bytes=num_bytes, blocks=tuple(blocks),
     )  # fmt: skip
     return Profile(
         machine=ProfiledMachine(host="h", processor="p", num_cores=num_cores, torch="t"),
@@ -43,9 +43,9 @@ def make(*, wall_s=0.0, cpu_s=0.0, num_workers=2, num_cores=2, num_bytes=8 * MIB
     )
 
 
-def test_without_exchanges_a_step_is_computing_update_and_overhead():
+def test_without_exchanges_a_step_is_computing_and_update():
     terms = make().predict(4, 2)
-    assert terms == pytest.approx({"forward": 0.1, "backward": 0.2, "optimizer": 0.03, "overhead": 0.01, "data": 0.0})
+    assert terms == pytest.approx({"forward": 0.1, "backward": 0.2, "optimizer": 0.03, "data": 0.0})
     assert make().predict(16, 2)["backward"] == pytest.approx(0.8)  # as two samples of each more
     assert make().predict(16, 2, 4)["forward"] == pytest.approx(4 * 0.1)
 
