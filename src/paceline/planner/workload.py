@@ -25,7 +25,7 @@ from paceline.parallel.tensor_plan import TensorPlan
 from paceline.planner.digest import digest_workload, load_trace, save_trace
 from paceline.planner.fitting import fit_places
 from paceline.planner.recorder import WithoutAttentionDropout, WorkloadRecorder
-from paceline.planner.trace import FIRST, LAST, WorkloadTrace
+from paceline.planner.trace import FIRST, LAST, TIED, WorkloadTrace
 from paceline.simulator.training import TracedShape
 from paceline.topology.layout import Layout
 from paceline.training.layout_rehearsal import find_rehearsed_plan
@@ -174,4 +174,6 @@ def _count_parameters(module: nn.Module, blocks: Mapping[str, nn.Module], record
                 seen.add(id(parameter))
                 owner = owners.get(id(parameter), FIRST if name in recorder.before else LAST)
                 found[owner] = found.get(owner, 0) + local(parameter).numel()
+                if owner == FIRST and local(parameter).untyped_storage()._cdata in recorder.after:
+                    found[TIED] = found.get(TIED, 0) + local(parameter).numel()
     return found
