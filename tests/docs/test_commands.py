@@ -35,11 +35,13 @@ NOT_RUN = {
     "paceline simulate training transformer_lm --profile profile.json --ranks 1,2,4": "the same",
     "paceline simulate training --spec in.json --json out.json": "rows of the reader's: tests/simulator/training",
     "paceline simulate training --spec in.json --calibrate measured.json --json out.json": "the same",
+    "paceline profile mine.py:run": "tests/planner/test_profiling.py, on another recipe",
     "paceline plan mine.py:run": "tests/cli/test_plan_command.py, as all commands that plan",
     **dict.fromkeys(
         (
             "paceline plan mine.py:run --cluster dgx_h100 --num_ranks 64",
             "paceline plan mine.py:run --cluster mine.json",
+            "paceline plan mine.py:run --profile profile.json",
             "paceline plan mine.py:run --cluster dgx_h100 --cluster dgx_a100 --num_ranks 16 --price dgx_h100=98.3 "
             "--price dgx_a100=40.9",
             'paceline plan --model {"name":"decoder","num_layers":40,"width":6144} '

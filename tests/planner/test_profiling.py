@@ -44,7 +44,7 @@ def test_a_worker_measures_every_part(traced, monkeypatch):
         assert 0 < block.forward_s < model.forward_s[1] * 10
         assert block.backward_s > 0
     assert profile.links == profile.exchanges == ()
-    assert set(profile.predict(4, 1)) == {"forward", "backward", "optimizer", "overhead"}
+    assert set(profile.predict(4, 1)) == {"forward", "backward", "optimizer"}
 
 
 @pytest.mark.slow

@@ -134,7 +134,11 @@ def test_tensor_ranks_share_products_and_reduce_what_they_add_up(traces):
         2 * (4 * 64 * 64 + 3 * 64 * 168) / 2
     )
     assert two.workload.kept_bytes < 0.6 * one.workload.kept_bytes
+    # Both ends of a pipeline hold a tied embedding, and Llama's is not.
+    assert sum(shape.ends.tied_parameters) == 256 * 64
+    assert one.workload.tied_parameters == 2 * two.workload.tied_parameters
     foreign, _ = traces(EXAMPLES / "llama.py:run")
+    assert sum(foreign.ends.tied_parameters) == 0
     # Each of the five maps that read the stream adds up its gradient for itself; two add up results.
     assert foreign.blocks[0].reductions == 7.0
     assert not foreign.cuts_tokens

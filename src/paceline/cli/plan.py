@@ -30,6 +30,7 @@ def plan(
     memory: options.Memory = None,
     price: options.Price = None,
     prices: options.Prices = None,
+    profile: options.Profile = None,
     calibrate: options.Calibrate = None,
     out: options.Out = Path("plan.json"),
     json_file: options.JsonFile = None,
@@ -55,7 +56,9 @@ def plan(
         None if budget is None else parse_budget(budget),
         parse_energy(energy, carbon, site),
     )
-    machines = list_machines(_read_clusters(cluster), num_ranks, memory, price or [], prices)
+    profiled = None if profile is None else _read_profile(profile, recipe, cluster)
+    clusters = _read_clusters(cluster) if profiled is None else [("the profiled machine", profiled.cluster)]
+    machines = list_machines(clusters, num_ranks, memory, price or [], prices)
     if (recipe is None) == (model is None):
         found = "neither" if recipe is None else "both"
         raise SettingsError(f"either a recipe or --model must be given, but got {found}; give one")
@@ -76,7 +79,7 @@ def plan(
         given = {"global_batch": global_batch, "num_steps": num_steps}
         overrides += [(name, str(value)) for name, value in given.items() if value is not None]
         recipe, planned, digest = plan_recipe(
-            recipe, overrides, fields, machines, limits, site, _read_posterior(calibrate)
+            recipe, overrides, fields, machines, limits, site, _read_measured(calibrate), profiled
         )
     _print(planned)
     _write(planned, recipe, digest, out, json_file)
@@ -94,6 +97,7 @@ def _plan_shape(
 ) -> "Planned":
     from paceline.planner.planning import make_plan
     from paceline.planner.problem import PlanProblem, choose_precision
+    from paceline.simulator.training.answers import find_posterior
     from paceline.simulator.training.contract import read_row
 
     if global_batch is None:
@@ -101,17 +105,23 @@ def _plan_shape(
     row = read_row({"id": "plan", "num_ranks": 1, **fields, "model": model}, "--row")
     precision = row.precision or choose_precision(machines)
     problem = PlanProblem(row, global_batch, machines, (precision,), num_steps, limits, site)
-    return make_plan(problem, _read_posterior(calibrate))
+    return make_plan(problem, find_posterior(_read_measured(calibrate)))
 
 
-def _read_posterior(calibrate: Path | None) -> Any:
+def _read_measured(calibrate: Path | None) -> Any:
     from paceline.cli.clusters import read_json
     from paceline.simulator.training import read_rows
-    from paceline.simulator.training.answers import find_posterior
 
-    if calibrate is None:
-        return find_posterior(())
-    return find_posterior(read_rows(read_json(calibrate, "--calibrate"), str(calibrate), measured=True))
+    return [] if calibrate is None else read_rows(read_json(calibrate, "--calibrate"), str(calibrate), measured=True)
+
+
+def _read_profile(path: Path, recipe: str | None, cluster: list[str] | None) -> Any:
+    from paceline.cli.profile import read_profile
+
+    if recipe is None or cluster:
+        found = "--cluster" if cluster else "--model"
+        raise SettingsError(f"--profile must go with a recipe alone, which it is of, but got {found}; leave it out")
+    return read_profile(path)
 
 
 def _read_clusters(names: list[str] | None) -> list[tuple[str, Any]]:

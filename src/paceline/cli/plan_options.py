@@ -33,6 +33,10 @@ Zone = Annotated[str, typer.Option(help="Zone of the grid, for carbon: see `pace
 Memory = Annotated[str | None, typer.Option(help="Memory of a rank: 16GB. [default: the device's]")]
 Price = Annotated[list[str] | None, typer.Option(help="Price of a host and hour: 98.32, or CLUSTER=98.32 for each.")]
 Prices = Annotated[str | None, typer.Option(help="CSV file of prices of instance types. [default: shipped examples]")]
+Profile = Annotated[
+    Path | None,
+    typer.Option(help="File of `paceline profile`: plan on that machine, with times that were measured there."),
+]
 Calibrate = Annotated[Path | None, typer.Option(help="Measured rows that correct the prices, as JSON.")]
 Out = Annotated[Path, typer.Option(help="New file for the plan, for `paceline train --plan`.")]
 JsonFile = Annotated[Path | None, typer.Option("--json", help="New file for all of it, as JSON.")]

@@ -14,9 +14,12 @@ from paceline.planner.candidate import Candidate, Division, Machines
 from paceline.planner.plan_file import fingerprint, to_text
 from paceline.planner.planning import Planned, Trial, make_plan
 from paceline.planner.problem import Limits, PlanProblem
+from paceline.planner.profiled_steps import list_profiled
 from paceline.planner.workload import trace_workload
+from paceline.simulator.training import Row
+from paceline.simulator.training.answers import find_posterior
 from paceline.simulator.training.contract import read_row
-from paceline.simulator.training.fit import Posterior
+from paceline.simulator.training.profile import Profile
 from paceline.sync import EveryStep
 from paceline.topology import Site
 from paceline.training.compiling import NO_COMPILER
@@ -38,7 +41,8 @@ def plan_recipe(
     machines: tuple[Machines, ...],
     limits: Limits,
     site: Site,
-    posterior: Posterior,
+    measured: list[Row],
+    profile: Profile | None = None,
 ) -> tuple[str, Planned, str]:
     """Plan a recipe.
 
@@ -49,7 +53,8 @@ def plan_recipe(
         machines: Machines on offer.
         limits: Limits of the run.
         site: Place of the machines.
-        posterior: Beliefs about the parameters of steps.
+        measured: Measured rows, which correct the prices.
+        profile: Profile of the recipe on the machines.
 
     Returns:
         The recipe with its whole path, the plan, and the digest of what it leaves as it is.
@@ -74,7 +79,9 @@ def plan_recipe(
         "--row",
     )
     problem = PlanProblem(row, run.global_batch, machines, (run.precision,), run.count_steps(splits), limits, site)
-    planned = make_plan(problem, posterior, _make_trial(run, splits))
+    if profile is not None:
+        measured = [*measured, *list_profiled(problem, profile)]
+    planned = make_plan(problem, find_posterior(measured), _make_trial(run, splits), profile)
     chosen = apply_candidate(run, planned.candidate)
     return absolute_recipe(recipe), planned, fingerprint(chosen)
 

@@ -109,7 +109,7 @@ def _print(made: "Profile") -> None:
     for index, samples in enumerate(model.samples):
         forward, backward = model.forward_s[index], model.backward_s[index]
         typer.echo(f"{model.title}, {samples} samples: forward {ms * forward:.4g} ms, backward {ms * backward:.4g} ms")
-    typer.echo(f"update {ms * model.optimizer_s:.4g} ms; else {ms * model.overhead_s:.3g} ms a step")
+    typer.echo(f"update {ms * model.optimizer_s:.4g} ms")
     predicted_s = sum(made.predict(model.samples[0], made.num_workers).values())
     typer.echo(
         f"a step of all workers: {ms * model.step_s:.4g} ms; from its parts {ms * predicted_s:.4g} ms "

@@ -69,7 +69,7 @@ def choose(pool: Pool, least: Needs | None, refused: Mapping[Candidate, str] = M
     kept = np.flatnonzero(allowed & _keeps_limits(problem, objectives))
     if not len(kept):
         raise _nothing_keeps(pool, objectives, np.flatnonzero(allowed))
-    by = _find_objective(problem)
+    by = _find_objective(problem, knows_energy=bool(objectives[kept, 2].all()))
     front = kept[find_front(objectives[kept])]
     index = _find_plainest(pool, objectives[:, OBJECTIVES.index(by)], kept)
     ordered = sorted(front.tolist(), key=lambda one: objectives[one].tolist())
@@ -102,10 +102,10 @@ def find_ties(pool: Pool, index: int, others: list[int]) -> list[int]:
     return [one for one, is_tie in zip(others, distances <= QUANTILE * spreads, strict=True) if is_tie]
 
 
-def _find_objective(problem: PlanProblem) -> str:
+def _find_objective(problem: PlanProblem, *, knows_energy: bool) -> str:
     if problem.limits.within_s is None:
         return "step_s"
-    return "money" if problem.has_prices else "energy_j"
+    return "money" if problem.has_prices else "energy_j" if knows_energy else "step_s"
 
 
 def _keeps_limits(problem: PlanProblem, objectives: Floats) -> "np.ndarray[tuple[int], np.dtype[np.bool_]]":

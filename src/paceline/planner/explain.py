@@ -34,8 +34,8 @@ _WORDS = {
 
 
 def describe_term(name: str) -> str:
-    """Return a term of a step in words."""
-    return _WORDS[name]
+    """Return a term of a step in words; those of a profile are words."""
+    return _WORDS.get(name, name)
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from typing import Any
 
 from paceline.planner.products import Product
 from paceline.planner.recorder import ENDS, PassRecord, PlaceRecord
-from paceline.planner.trace import FIRST, LAST, WorkloadTrace
+from paceline.planner.trace import FIRST, LAST, TIED, WorkloadTrace
 from paceline.simulator.training.traced_shape import (
     Amount,
     Dim,
@@ -84,6 +84,7 @@ class _Fitting:
             backward=self._pass(ENDS, "backward"),
             first_parameters=self._parameters(FIRST),
             last_parameters=self._parameters(LAST),
+            tied_parameters=self._parameters(TIED),
             reductions_elements=(0.0, reduced),
             working_elements=self._fit(*working),
         )

@@ -18,7 +18,6 @@ from paceline.data.order import Interval
 from paceline.memory import find_recomputable
 from paceline.replica.replica import Replica
 from paceline.training.building import build_model
-from paceline.training.rehearsal import Forward
 from paceline.training.run import Run
 
 _SQUARES = (256, 512, 1024)
@@ -29,7 +28,7 @@ _LEAST_S = 0.1
 _MOST_REPEATS = 40
 _MODEL_S = 8.0
 """Time for which the model's steps are repeated."""
-_LEAST_ROUNDS = 4
+_LEAST_ROUNDS = 3
 
 
 def measure_rank(run: Run, samples: int, num_threads: int, shapes: Sequence[tuple[int, int, int]]) -> dict[str, Any]:
@@ -111,27 +110,25 @@ def _measure_model(run: Run, splits: Splits, samples: int, group: Group) -> dict
 
 
 class _ModelMeter:
-    """A model's micro-batches, a replica's steps alone, and its steps with all workers, one after another."""
+    """A replica's steps alone, with micro-batches of two sizes, and its steps with all workers, one after another."""
 
     def __init__(self, run: Run, splits: Splits, samples: int, group: Group) -> None:
         self._run = run
-        self._module, trained, shared = (build_model(run, splits, group).train() for _ in range(3))
-        self._blocks = find_recomputable(self._module)
+        alone, shared = (build_model(run, splits, group).train() for _ in range(2))
+        self._blocks = find_recomputable(alone)
+        self._num_bytes = float(sum(p.nbytes for p in alone.parameters() if p.requires_grad))
         self._sizes = (samples, 2 * samples)
         self._batches = [_make_batch(splits, size) for size in self._sizes]
         groups = (group.subgroup([group.rank], "profile"), group)
         self._alone, self._shared = (
             Replica(one, run.optimizer.build(one), group=of, clip_norm=run.clip_norm, precision=run.precision)
-            for one, of in zip((trained, shared), groups, strict=True)
+            for one, of in zip((alone, shared), groups, strict=True)
         )
         self.forget()
 
     def forget(self) -> None:
         """Drop all times."""
-        self._forwards: tuple[list[float], ...] = ([], [])
-        self._backwards: tuple[list[float], ...] = ([], [])
-        self._updates: list[float] = []
-        self._rests: list[float] = []
+        self._parts: tuple[list[tuple[float, float, float]], ...] = ([], [])
         self._steps: list[float] = []
         self._times = _Times()
 
@@ -139,25 +136,18 @@ class _ModelMeter:
         """Time each once; every worker does as often."""
         for index, batch in enumerate(self._batches):
             with self._times.noting(self._blocks if index else {}):
-                forward_s, backward_s = _run_micro_batch(self._run, self._module, batch)
-            self._forwards[index].append(forward_s)
-            self._backwards[index].append(backward_s)
-            self._module.zero_grad()
-        compute_s, update_s = _run_step(self._run, self._alone, self._batches[0])
-        self._updates.append(update_s)
-        self._rests.append(compute_s - self._forwards[0][-1] - self._backwards[0][-1])
+                self._parts[index].append(_run_step(self._run, self._alone, batch, self._times))
         self._steps.append(sum(_run_step(self._run, self._shared, self._batches[0])))
 
     def collect(self) -> dict[str, Any]:
         """Return the times."""
-        parameters = [p for p in self._module.parameters() if p.requires_grad]
+        forwards, backwards, updates = ([[step[part] for step in one] for one in self._parts] for part in range(3))
         return {
             "samples": self._sizes,
-            "num_bytes": float(sum(p.nbytes for p in parameters)),
-            "forward_s": [_quick(one) for one in self._forwards],
-            "backward_s": [_quick(one) for one in self._backwards],
-            "optimizer_s": _quick(self._updates),
-            "overhead_s": max(0.0, median(self._rests)),
+            "num_bytes": self._num_bytes,
+            "forward_s": [_quick(one) for one in forwards],
+            "backward_s": [_quick(one) for one in backwards],
+            "optimizer_s": _quick(updates[0] + updates[1]),
             "step_s": _quick(self._steps),
             "blocks": [
                 {
@@ -176,22 +166,17 @@ def _quick(times: Sequence[float]) -> float:
     return sorted(times)[len(times) // 4]
 
 
-def _run_micro_batch(run: Run, module: nn.Module, batch: Batch) -> tuple[float, float]:
-    began_s = time.perf_counter()
-    loss = run.loss.loss(Forward(module, run.precision, "cpu"), batch).mean
-    middle_s = time.perf_counter()
-    loss.backward()
-    return middle_s - began_s, time.perf_counter() - middle_s
-
-
-def _run_step(run: Run, replica: Replica, batch: Batch) -> tuple[float, float]:
-    """Return the times of a replica's computing and of its update, without exchanges."""
+def _run_step(run: Run, replica: Replica, batch: Batch, times: "_Times | None" = None) -> tuple[float, float, float]:
+    """Return the times of forward, backward and update of a replica's step."""
     began_s = time.perf_counter()
     loss = run.loss.loss(replica, batch)
+    forward_s = time.perf_counter()
     replica.backward(loss.mean, weight=loss.weight)
-    middle_s = time.perf_counter()
+    backward_s = time.perf_counter()
+    if times is not None:
+        times.end(backward_s)
     replica.update()
-    return middle_s - began_s, time.perf_counter() - middle_s
+    return forward_s - began_s, backward_s - forward_s, time.perf_counter() - backward_s
 
 
 def _make_batch(splits: Splits, size: int) -> Batch:

@@ -16,6 +16,8 @@ from paceline.planner.problem import PlanProblem
 from paceline.planner.space import Space, make_space
 from paceline.simulator.training.answers import answer_described
 from paceline.simulator.training.fit import Posterior
+from paceline.simulator.training.profile import Profile
+from paceline.simulator.training.profiled import apply_profile
 from paceline.training.forecast import Forecast
 
 Trial = Callable[[Candidate], str]
@@ -65,13 +67,16 @@ class Planned:
         return sorted(chosen, key=lambda one: float(objectives[one, 0]))
 
 
-def make_plan(problem: PlanProblem, posterior: Posterior, trial: Trial = lambda _: "") -> Planned:
+def make_plan(
+    problem: PlanProblem, posterior: Posterior, trial: Trial = lambda _: "", profile: Profile | None = None
+) -> Planned:
     """Plan a problem.
 
     Args:
         problem: The problem.
         posterior: Beliefs about the parameters of steps.
         trial: Judgement of training itself on a candidate; those that it refuses are not chosen, nor shown.
+        profile: Profile of the model on these machines, whose times the choice has where it tells them.
 
     Raises:
         SettingsError: Nothing fits, or keeps the limits; the message names the nearest.
@@ -96,6 +101,8 @@ def make_plan(problem: PlanProblem, posterior: Posterior, trial: Trial = lambda 
             first = next(iter(refused.values()), "")
             raise SettingsError(f"training must take one of the best plans, but refuses {len(tried)} of them: {first}")
     answer = answer_described([choice.needs.description], posterior)[0]
+    if profile is not None:
+        answer = apply_profile(answer, choice.needs.description.case, profile)
     return Planned(
         problem,
         space,
@@ -186,8 +193,8 @@ def _describe(planned: Planned, index: int) -> dict[str, Any]:
         "overrides": needs.candidate.list_overrides(),
         "step_s": step_s,
         "money": money if planned.problem.has_prices else None,
-        "energy_j": energy_j,
-        "carbon_kg": planned.problem.site.carbon_kg(energy_j),
+        "energy_j": energy_j or None,
+        "carbon_kg": planned.problem.site.carbon_kg(energy_j) or None,
         "memory_bytes": memory,
     }
 
@@ -222,7 +229,7 @@ def describe_choice(planned: Planned) -> list[str]:
     lines = [
         f"plan: {planned.candidate.describe()} on {machines.name}",
         f"step: {step_s:.4g} s ({answer['step_s_low']:.4g} to {answer['step_s_high']:.4g}), "
-        f"{planned.problem.global_batch / step_s:.4g} samples/s; {answer['energy_j'] / 1e3:.4g} kJ of all hosts",
+        f"{planned.problem.global_batch / step_s:.4g} samples/s; {_energy(answer['energy_j'])}",
         f"memory of a rank: {memory_bytes / 1e9:.3g} GB (up to {memory_bytes * MEMORY_HIGH / 1e9:.3g}) of "
         f"{available / 1e9:.3g} GB",
         f"bound by {describe_term(bound)}, {terms[bound] / step_s:.0%} of the step; then "
@@ -230,7 +237,8 @@ def describe_choice(planned: Planned) -> list[str]:
     ]
     if planned.problem.num_steps is not None:
         lines.append(_describe_run(planned, planned.problem.num_steps))
-        lines.append(f"carbon: {planned.problem.site.describe_carbon()}")
+        if answer["energy_j"]:
+            lines.append(f"carbon: {planned.problem.site.describe_carbon()}")
     if machines.price_words:
         lines.append(f"price: {machines.price_words}")
     if planned.choice.ties:
@@ -241,15 +249,21 @@ def describe_choice(planned: Planned) -> list[str]:
 
 
 def _describe_run(planned: Planned, num_steps: int) -> str:
-    step_s, money, energy_j, _ = (planned.choice.objectives[planned.choice.index] * num_steps).tolist()
-    high = planned.answer["step_s_high"] * num_steps
-    words = f"run of {num_steps:,} steps: {_hours(step_s)} (up to {_hours(high)}), {energy_j / 3.6e6:.4g} kWh"
-    words += f", {planned.problem.site.carbon_kg(energy_j):.3g} kgCO2e"
-    words += f", {money:,.4g} in the price's currency" if planned.problem.has_prices else ""
+    step_s, high, energy_j = (planned.answer[name] * num_steps for name in ("step_s", "step_s_high", "energy_j"))
+    words = f"run of {num_steps:,} steps: {_hours(step_s)} (up to {_hours(high)})"
+    if energy_j:
+        words += f", {energy_j / 3.6e6:.4g} kWh, {planned.problem.site.carbon_kg(energy_j):.3g} kgCO2e"
+    if planned.problem.has_prices:
+        predicted_s, money = planned.choice.objectives[planned.choice.index, :2].tolist()
+        words += f", {money / predicted_s * step_s:,.4g} in the price's currency"
     within_s = planned.problem.limits.within_s
     if within_s is not None and high > within_s:
         words += f"; the upper end of its interval is beyond the {_hours(within_s)} that are allowed"
     return words
+
+
+def _energy(energy_j: float) -> str:
+    return f"{energy_j / 1e3:.4g} kJ of all hosts" if energy_j else "energy unknown, as the power of the machines is"
 
 
 def _hours(seconds: float) -> str:

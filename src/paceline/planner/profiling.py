@@ -113,7 +113,6 @@ def _make_model(ranks: Sequence[Mapping[str, Any]], shape: TracedShape, precisio
         forward_s=slowest("forward_s"),
         backward_s=slowest("backward_s"),
         optimizer_s=max(rank["optimizer_s"] for rank in ranks),
-        overhead_s=max(rank["overhead_s"] for rank in ranks),
         step_s=max(rank["step_s"] for rank in ranks),
         num_bytes=first["num_bytes"],
         blocks=tuple(ProfiledBlock(**block) for block in first["blocks"]),

@@ -95,6 +95,8 @@ class WorkloadRecorder(TorchDispatchMode):
         """Names of operators whose flops, bytes or shapes cannot be counted."""
         self.before: set[str] = set()
         """Names of the modules that were called before the first block."""
+        self.after: set[int] = set()
+        """Storages of parameters that are used after the last block."""
         self.working_bytes = 0.0
         """Bytes that head and loss need at once, beyond those after the last block."""
         self._module, self._blocks = module, blocks
@@ -161,6 +163,8 @@ class WorkloadRecorder(TorchDispatchMode):
         if func.is_view or packet in _NO_WORK or not made:
             return
         a_pass.kernels += 1
+        if is_forward and record is self.places[ENDS] and self._ranges:
+            self.after |= {_storage(leaf) for leaf in tree_leaves(args) if isinstance(leaf, Tensor)} & self._weights
         products = list_products(func, args, kwargs, result, self._weights)
         if products is not None:
             a_pass.products += products

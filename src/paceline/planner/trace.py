@@ -7,7 +7,8 @@ from paceline.planner.recorder import PlaceRecord
 
 FIRST = "<first>"
 LAST = "<last>"
-"""Names of two places that own parameters: before the first block, and after the last one."""
+TIED = "<tied>"
+"""Names of places that own parameters: before the first block; after the last one; before, and used after it too."""
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ from paceline.parallel.tensor_plan import TensorPlan
 from paceline.planner.digest import digest_workload, load_trace, save_trace
 from paceline.planner.fitting import fit_places
 from paceline.planner.recorder import WithoutAttentionDropout, WorkloadRecorder
-from paceline.planner.trace import FIRST, LAST, WorkloadTrace
+from paceline.planner.trace import FIRST, LAST, TIED, WorkloadTrace
 from paceline.simulator.training import TracedShape
 from paceline.topology.layout import Layout
 from paceline.training.layout_rehearsal import find_rehearsed_plan
@@ -111,6 +111,7 @@ class _Tracer:
     def __init__(self, run: Run, splits: Splits, original: nn.Module, blocks: Sequence[str], on_cpu: bool) -> None:
         self.run, self.splits = run, splits
         self._original, self._blocks, self._on_cpu = original, blocks, on_cpu
+        self._sample = splits.train.read_first()  # with values: data may be made as it is read
 
     def trace(self, samples: int, tensor: int = 1, plan: TensorPlan | Mapping[str, str] | None = None) -> WorkloadTrace:
         """Return what a micro-batch does on the first of some tensor ranks.
@@ -133,7 +134,7 @@ class _Tracer:
     def _run(
         self, samples: int, tensor: int, plan: TensorPlan | Mapping[str, str] | None, world: Group
     ) -> WorkloadTrace:
-        sample = map_tensors(torch.empty_like, self.splits.train.read_first())
+        sample = map_tensors(torch.empty_like, self._sample)
         with _CPU:
             module = copy_without_contents(self._original)
         layout = Layout(tensor=tensor)
@@ -173,4 +174,6 @@ def _count_parameters(module: nn.Module, blocks: Mapping[str, nn.Module], record
                 seen.add(id(parameter))
                 owner = owners.get(id(parameter), FIRST if name in recorder.before else LAST)
                 found[owner] = found.get(owner, 0) + local(parameter).numel()
+                if owner == FIRST and local(parameter).untyped_storage()._cdata in recorder.after:
+                    found[TIED] = found.get(TIED, 0) + local(parameter).numel()
     return found

@@ -4,6 +4,12 @@ import pytest
 from steps import read
 
 from paceline.errors import SettingsError
+from paceline.planner.candidate import Machines
+from paceline.planner.planning import describe_choice, make_plan
+from paceline.planner.problem import PlanProblem
+from paceline.planner.profiled_steps import list_profiled
+from paceline.simulator.training.answers import find_posterior
+from paceline.simulator.training.contract import read_row
 from paceline.simulator.training.profile import (
     Profile,
     ProfiledBlock,
@@ -28,7 +34,7 @@ def make(*, wall_s=0.0, cpu_s=0.0, num_workers=2, num_cores=2, num_bytes=8 * MIB
     blocks = [ProfiledBlock(name=str(i), num_bytes=num_bytes / 2, forward_s=0.1, backward_s=0.2) for i in range(2)]
     model = ProfiledModel(
         digest=digest, title="model", samples=(4, 8), forward_s=(0.1, 0.2), backward_s=(0.2, 0.4), optimizer_s=0.03,
-        overhead_s=0.01, step_s=0.34, num_bytes=num_bytes, blocks=tuple(blocks),
+        step_s=0.33, num_bytes=num_bytes, blocks=tuple(blocks),
     )  # fmt: skip
     return Profile(
         machine=ProfiledMachine(host="h", processor="p", num_cores=num_cores, torch="t"),
@@ -43,9 +49,9 @@ def make(*, wall_s=0.0, cpu_s=0.0, num_workers=2, num_cores=2, num_bytes=8 * MIB
     )
 
 
-def test_without_exchanges_a_step_is_computing_update_and_overhead():
+def test_without_exchanges_a_step_is_computing_and_update():
     terms = make().predict(4, 2)
-    assert terms == pytest.approx({"forward": 0.1, "backward": 0.2, "optimizer": 0.03, "overhead": 0.01, "data": 0.0})
+    assert terms == pytest.approx({"forward": 0.1, "backward": 0.2, "optimizer": 0.03, "data": 0.0})
     assert make().predict(16, 2)["backward"] == pytest.approx(0.8)  # as two samples of each more
     assert make().predict(16, 2, 4)["forward"] == pytest.approx(4 * 0.1)
 
@@ -111,3 +117,37 @@ def test_rows_of_the_profiled_model_have_its_times_and_others_have_not():
     assert own["step_s_low"] < own["step_s"] < own["step_s_high"]
     assert (own["basis"], own["bound"]) == ("profile", "backward")
     assert all(answer["basis"] != "profile" for answer in answers[1:])
+
+
+def plan_with(profile, posterior_of, **shapes):
+    """Return the plan of the profiled model on the profiled machine, and the rows that correct its prices."""
+    fields = {"id": "plan", "num_ranks": 1, "model": shape(**shapes), "optimizer": "adamw", "is_compiled": False}
+    machines = (Machines("here", profile.cluster, 2),)
+    problem = PlanProblem(read_row(fields, "row"), 16, machines, ("fp32",), num_steps=10)
+    rows = list_profiled(problem, profile)
+    return make_plan(problem, posterior_of(rows), profile=profile), rows
+
+
+def test_a_plan_on_the_profiled_machine_has_its_times():
+    profile = make(wall_s=0.01)
+    planned, rows = plan_with(profile, find_posterior)
+    assert {(row.num_ranks, row.micro_batch) for row in rows} == {(1, 16), (1, 8), (1, 4), (2, 8), (2, 4), (2, 2)}
+    for row in rows:
+        samples, number = row.global_batch / row.num_ranks, row.global_batch / row.num_ranks / row.micro_batch
+        assert row.measured.step_s == pytest.approx(sum(profile.predict(samples, row.num_ranks, number).values()))
+    division, answer = planned.candidate.division, planned.answer
+    assert set(division.axes) <= {"data"}
+    assert answer["basis"] == "profile"
+    samples = 16 / division.num_workers
+    wanted = profile.predict(samples, division.num_workers, planned.candidate.num_micro_batches)
+    assert answer["step_s"] == pytest.approx(sum(wanted.values()))
+    # Prices of all candidates follow: without the profile, these steps without operators take no time to speak of.
+    cold, _ = plan_with(profile, lambda _: find_posterior(()))
+    assert cold.choice.objectives[cold.choice.index, 0] < answer["step_s"] / 50
+    assert planned.choice.objectives[planned.choice.index, 0] > answer["step_s"] / 3
+    assert any("bound by backward" in line for line in describe_choice(planned))
+
+
+def test_a_profile_of_another_model_is_refused():
+    with pytest.raises(SettingsError, match="--profile must be of the recipe that is planned, but it is of model"):
+        plan_with(make(), find_posterior, digest="e")

@@ -140,7 +140,10 @@ def _ends_parameters(workload: Workload, case: StepCase, heads: float) -> float:
     """Return the parameters of embedding and head in the slowest stage; with stages, the last copies a tied one."""
     if case.pipeline == 1:
         return workload.embedding_parameters + workload.head_parameters
-    return heads * (workload.head_parameters or workload.embedding_parameters)
+    tied = workload.tied_parameters
+    if tied is None:
+        tied = 0.0 if workload.head_parameters else workload.embedding_parameters
+    return heads * (workload.head_parameters + tied)
 
 
 def _list_exchanges(case: StepCase, workload: Workload, blocks: float, parameters: float) -> list[Exchange]:

@@ -118,6 +118,7 @@ class Workload:
         kept_inputs_bytes: Bytes that are left of them with full recomputation: each block's input.
         head_bytes: Bytes that the head needs at once.
         kept_selective_bytes: Bytes that are left of them with selective recomputation, where that is known.
+        tied_parameters: Parameters of the embedding that the head has too; None: all of them if the head has none.
         moves_all: Whether bytes are those of each operator of these, not those of an idealised kernel of several.
     """
 
@@ -135,4 +136,5 @@ class Workload:
     kept_inputs_bytes: float
     head_bytes: float
     kept_selective_bytes: float | None = None
+    tied_parameters: float | None = None
     moves_all: bool = False

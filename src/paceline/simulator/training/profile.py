@@ -100,9 +100,7 @@ class ProfiledModel(Settings):
     backward_s: tuple[Seconds, Seconds]
     """Time of backward of each."""
     optimizer_s: Seconds
-    """Time of clipping and the optimizer."""
-    overhead_s: Seconds
-    """Time that a step of the replica takes beside these, with nobody to exchange with."""
+    """Time of the replica's update: clipping, checks and optimizer."""
     step_s: Seconds
     """Time of a whole step of all workers with the smaller micro-batch, exchanges included."""
     num_bytes: float = Field(gt=0)
@@ -164,7 +162,6 @@ class Profile(Settings):
             "forward": forward * num_micro_batches,
             "backward": backward * num_micro_batches,
             "optimizer": self.model.optimizer_s * factor,
-            "overhead": self.model.overhead_s * factor,
         }
         if num_workers > 1:
             if not self.exchanges:

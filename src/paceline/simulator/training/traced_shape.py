@@ -152,6 +152,8 @@ class TracedEnds(Settings):
     """Parameters before the first block, and those before and after."""
     last_parameters: Amount = NOTHING
     """Parameters after the last block alone."""
+    tied_parameters: Amount = NOTHING
+    """Parameters before the first block that are used after the last one too, such as a tied embedding."""
     reductions_elements: Length = (0.0, 0.0)
     """Elements that tensor ranks all-reduce outside of blocks, forward and backward: a gather counts as half."""
     working_elements: Amount
@@ -291,6 +293,7 @@ class TracedShape(ModelShape):
             block_parameters=self._sum("parameters", samples, tensor),
             embedding_parameters=amount(self.ends.first_parameters, samples, tensor),
             head_parameters=amount(self.ends.last_parameters, samples, tensor),
+            tied_parameters=amount(self.ends.tied_parameters, samples, tensor),
             boundary_elements=boundary,
             block_reductions=sum(
                 block.count * block.reductions * size(block.output_elements, samples) for block in self.blocks
