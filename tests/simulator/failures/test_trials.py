@@ -86,6 +86,8 @@ def test_saves_that_cost_nothing_are_made_all_the_time_and_lose_no_work():
     np.testing.assert_allclose(found.duration_s, 10 * HOUR_S + found.down_s)
     assert found.num_failures.mean() == pytest.approx(5, rel=0.1)
     assert find_optimal_interval_s(60.0, inf) == inf
+    always = make(interval_s=0.0, write_s=200.0, overhead=0.25)
+    assert always.saved_after(np.array([100.0, 1200.0])).tolist() == [0.0, 800.0], "what is not written yet is lost"
 
 
 def test_a_shape_of_one_is_exponential_and_rates_are_the_same_whatever_the_shape():
