@@ -48,6 +48,7 @@ def test_a_worker_measures_every_part(traced, monkeypatch):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(180)
 def test_the_command_measures_workers_and_what_is_between_them_and_predictions_take_it(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     out, curves = tmp_path / "profile.json", tmp_path / "curves.json"
