@@ -97,7 +97,7 @@ def check_resumed(budget: Budget, site: Site, log: Path) -> None:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class BudgetVerdict:
     """What a check has found: warnings, and the limit that is reached, if there is one."""
 
     warnings: tuple[str, ...] = ()
@@ -131,7 +131,7 @@ class BudgetGuard:
         """Step after which all workers check next; None for never."""
         self._first = self._last = (0, clock(), before)
         self._warned: set[str] = set()
-        self.verdict = Verdict()
+        self.verdict = BudgetVerdict()
         """Verdict of the latest check."""
 
     def begin(self, step: int, world: Group) -> None:
@@ -147,7 +147,7 @@ class BudgetGuard:
             self.next_step, self._before = step + 1, Spent(**before)
             self._first = self._last = (step, now_s, self._before)
 
-    def check(self, step: int, num_steps: int, world: Group) -> Verdict:
+    def check(self, step: int, num_steps: int, world: Group) -> BudgetVerdict:
         """Return the verdict after a step; all workers call it, with the same step.
 
         Args:
@@ -156,7 +156,7 @@ class BudgetGuard:
             world: All workers.
         """
         if self.next_step is None or step < self.next_step:
-            return Verdict()
+            return BudgetVerdict()
         seconds, joules, money = self._read()
         of_rank = world.gather_documents([self._clock(), seconds, joules, money], name="budget")
         now_s, seconds = of_rank[0][:2]  # what rank 0 says, so that all come to the same verdict
@@ -169,7 +169,7 @@ class BudgetGuard:
         self.verdict = self._judge(step, num_steps, now_s, spent)
         return self.verdict
 
-    def _judge(self, step: int, num_steps: int, now_s: float, spent: Spent) -> Verdict:
+    def _judge(self, step: int, num_steps: int, now_s: float, spent: Spent) -> BudgetVerdict:
         last_step, last_s, last_spent = self._last
         num_new = max(1, step - last_step)
         step_s, used = max(1e-9, (now_s - last_s) / num_new), spent.minus(last_spent)
@@ -181,9 +181,9 @@ class BudgetGuard:
         name = min(left, key=lambda each: left[each])
         limit, unit = self._budget.limits[name], find_unit(name, self._site)
         if left[name] < 1:
-            return Verdict(reached=name, spent=spent.of(name), limit=limit, unit=unit)
+            return BudgetVerdict(reached=name, spent=spent.of(name), limit=limit, unit=unit)
         self.next_step = step + max(1, min(int(left[name] / 2), round(_CHECK_S / step_s)))
-        return Verdict(warnings=tuple(self._list_warnings(step, num_steps, spent)))
+        return BudgetVerdict(warnings=tuple(self._list_warnings(step, num_steps, spent)))
 
     def _list_warnings(self, step: int, num_steps: int, spent: Spent) -> list[str]:
         found = []

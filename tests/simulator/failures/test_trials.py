@@ -9,8 +9,8 @@ import pytest
 from paceline.errors import SettingsError
 from paceline.simulator.failures import (
     Exponential,
+    FailureTrace,
     Never,
-    Trace,
     TrialSettings,
     Weibull,
     find_optimal_interval_s,
@@ -109,7 +109,7 @@ def test_a_shape_of_one_is_exponential_and_rates_are_the_same_whatever_the_shape
 
 
 def test_a_trace_is_replayed_as_it_is_from_a_random_moment(tmp_path):
-    trace = Trace(path=write_trace(tmp_path, [1000, 1500]), length_hours=1)
+    trace = FailureTrace(path=write_trace(tmp_path, [1000, 1500]), length_hours=1)
     assert trace.mean_gap_s(99) == 1800
     arrivals = trace.start(np.random.default_rng(0), 500, 1)
     first = arrivals.next_s.copy()
@@ -123,10 +123,10 @@ def test_a_trace_is_replayed_as_it_is_from_a_random_moment(tmp_path):
         gaps.append(arrivals.next_s - before)
     assert set(np.round(np.concatenate(gaps))) == {500, 3100}
     np.testing.assert_allclose(gaps[0] + gaps[1], 3600)
-    told = Trace(path=trace.path, length_hours=1, begin_s=1200).start(np.random.default_rng(0), 5, 1)
+    told = FailureTrace(path=trace.path, length_hours=1, begin_s=1200).start(np.random.default_rng(0), 5, 1)
     assert (told.next_s == 300).all()
     kinds = write_trace(tmp_path, [10, 20, 30], ["failure", "preemption", "failure"])
-    assert len(Trace(path=kinds, kind="preemption").read()[0]) == 1
+    assert len(FailureTrace(path=kinds, kind="preemption").read()[0]) == 1
 
 
 @pytest.mark.parametrize(
@@ -141,13 +141,13 @@ def test_a_trace_is_replayed_as_it_is_from_a_random_moment(tmp_path):
 )
 def test_a_trace_that_is_none_is_refused(tmp_path, times, header, message):
     with pytest.raises(ValueError, match=message):
-        Trace(path=write_trace(tmp_path, times, header=header))
+        FailureTrace(path=write_trace(tmp_path, times, header=header))
     with pytest.raises(ValueError, match="a trace must be a CSV file that can be read"):
-        Trace(path=str(tmp_path / "nowhere.csv"))
+        FailureTrace(path=str(tmp_path / "nowhere.csv"))
 
 
 def every(tmp_path, gap_s, kind="failure"):
-    return Trace(path=write_trace(tmp_path, [gap_s], [kind]))
+    return FailureTrace(path=write_trace(tmp_path, [gap_s], [kind]))
 
 
 def test_what_a_failure_leaves_is_the_last_save_that_could_be_used(tmp_path):

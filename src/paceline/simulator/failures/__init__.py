@@ -2,7 +2,7 @@
 
 from paceline.simulator.failures.interval import find_optimal_interval_s, find_young_interval_s
 from paceline.simulator.failures.mechanisms import MECHANISMS, Mechanism
-from paceline.simulator.failures.processes import Exponential, FailureProcess, Never, Trace, Weibull
+from paceline.simulator.failures.processes import Exponential, FailureProcess, FailureTrace, Never, Weibull
 from paceline.simulator.failures.study import Answer, FailureStudy
 from paceline.simulator.failures.trials import Trials, TrialSettings, run_trials
 
@@ -12,9 +12,9 @@ __all__ = [
     "Exponential",
     "FailureProcess",
     "FailureStudy",
+    "FailureTrace",
     "Mechanism",
     "Never",
-    "Trace",
     "TrialSettings",
     "Trials",
     "Weibull",

@@ -97,7 +97,7 @@ class Weibull(FailureProcess):
 
 
 @register("trace")
-class Trace(FailureProcess):
+class FailureTrace(FailureProcess):
     """Recorded events of a whole cluster, replayed over and over from a random moment on, or a given one."""
 
     path: str

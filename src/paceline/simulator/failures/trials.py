@@ -120,10 +120,10 @@ class Trials:
 
 def run_trials(settings: TrialSettings, num_trials: int, seed: int) -> Trials:
     """Return the ends of trials; with the same seed failures come alike whatever the interval."""
-    return _Run(settings, num_trials, seed).run()
+    return _Trials(settings, num_trials, seed).run()
 
 
-class _Run:
+class _Trials:
     def __init__(self, settings: TrialSettings, num_trials: int, seed: int) -> None:
         self.settings = settings
         failing, preempting, self.waiting = np.random.default_rng(seed).spawn(3)

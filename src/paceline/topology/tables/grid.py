@@ -6,10 +6,10 @@ from pathlib import Path
 from pydantic import Field
 
 from paceline.errors import unknown_name
-from paceline.topology.tables.table import TableRow, read_rows
+from paceline.topology.tables.table import DatedRow, read_rows
 
 
-class GridFactor(TableRow):
+class GridFactor(DatedRow):
     """Carbon of the electricity of a zone, mean over a year."""
 
     zone: str
@@ -20,7 +20,7 @@ class GridFactor(TableRow):
     """Publication of the number."""
 
 
-class Overhead(TableRow):
+class Overhead(DatedRow):
     """Energy of a data centre for each unit that its machines use: power usage effectiveness."""
 
     place: str

@@ -8,12 +8,12 @@ from typing import Annotated
 from pydantic import Field
 
 from paceline.errors import SettingsError, unknown_name
-from paceline.topology.tables.table import OLD_DAYS, TableRow, read_rows
+from paceline.topology.tables.table import OLD_DAYS, DatedRow, read_rows
 
 Money = Annotated[float, Field(ge=0)]
 
 
-class Price(TableRow):
+class Price(DatedRow):
     """Price of one host of an instance type in a region."""
 
     type: str

@@ -18,10 +18,10 @@ TABLES = ("prices", "grid", "pue")
 OLD_DAYS = 180
 """Age of a price or factor above which it is warned of."""
 
-R = TypeVar("R", bound="TableRow")
+R = TypeVar("R", bound="DatedRow")
 
 
-class TableRow(Settings):
+class DatedRow(Settings):
     """A row of a table: numbers of one day."""
 
     as_of: date
@@ -77,7 +77,7 @@ def _parse_rows(kind: type[R], text: str, what: str) -> list[R]:
     return rows
 
 
-def _check_columns(found: Sequence[str], kind: type[TableRow], what: str) -> None:
+def _check_columns(found: Sequence[str], kind: type[DatedRow], what: str) -> None:
     fields = kind.model_fields
     missing = [name for name, field in fields.items() if field.is_required() and name not in found]
     unknown = [name for name in found if name not in fields]
