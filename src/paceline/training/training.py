@@ -27,6 +27,7 @@ from paceline.training.initial import load_slices
 from paceline.training.loss_trial import check_loss
 from paceline.training.model import Model, ModelSize, resize
 from paceline.training.rehearsal import count_samples, save_activations, save_optimizer
+from paceline.training.repeated_healing import RepeatedHealing
 from paceline.training.run import Run
 
 
@@ -85,6 +86,8 @@ class Training:
     """Whether this worker is being sent the state of another one, so that its own is not whole."""
     newest_steps: deque[tuple[int, StepFinished]] = field(default_factory=lambda: deque(maxlen=100))
     """Newest steps of this worker, by number, which it logs if a lost first worker has not."""
+    repeated_healing: RepeatedHealing = field(default_factory=RepeatedHealing)
+    """Count of how often this worker was healed."""
     saved_step: int = -1
     """Step of the latest checkpoint since this start, which may still be written."""
 
