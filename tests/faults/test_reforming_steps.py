@@ -20,6 +20,7 @@ from paceline.replica.landing import BucketLanding
 from paceline.replica.reduction import GradientReduction
 from paceline.replica.step_buffers import StepBuffers
 from paceline.training import Model, loop
+from paceline.training.repeated_healing import RepeatedHealing
 
 
 @pytest.mark.parametrize("learning_rate", [0.05, 0.01], ids=["sgd", "adamw"])
@@ -153,3 +154,25 @@ def test_a_worker_lost_around_the_exchange_of_buffers_costs_no_state_and_no_bit(
     assert len(names) > 10
     for name in names:
         assert torch.equal(found.read(name), expected.read(name)), name
+
+
+def test_a_workers_healings_before_and_after_a_loss_count_together(tmp_path, monkeypatch):
+    counts, real, real_step = [], RepeatedHealing.note, loop.train_step
+
+    def note(self, step, interval):
+        counts.append((threading.current_thread().name, [*self._steps]))
+        return real(self, step, interval)
+
+    def train_step(session, batch, step):
+        result = real_step(session, batch, step)
+        if threading.current_thread().name == "w3" and step in (2, LOST_STEP + 1):
+            with torch.no_grad():
+                next(session.replica.module.parameters()).add_(0.5)
+        return result
+
+    monkeypatch.setattr(RepeatedHealing, "note", note)
+    monkeypatch.setattr(loop, "train_step", train_step)
+    lose = lose_in(loop, "train_step", lambda session, batch, step: step == LOST_STEP)
+    settings = {"on_divergence": "heal", "hash_interval": 1}
+    run_threads(tmp_path, monkeypatch, {"name": "every_step"}, WITHOUT_W1, lose, "w1", **settings)
+    assert counts == [("w3", []), ("w3", [4])]

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 
+import paceline
 from paceline.checkpoint import CheckpointStore
 from paceline.comm import LocalGroup
 from paceline.compression.codec import FeedbackDroppedWarning
@@ -395,3 +396,29 @@ def test_coded_steps_elsewhere_begin_from_the_mean_of_the_optimizers(tmp_path, r
     if num_after == 2:
         held_back = [sum(state["weight/worker"] for state in states) for states in (saved, loaded)]
         torch.testing.assert_close(*held_back)
+
+
+def test_what_is_frozen_keeps_its_optimizer_state_or_is_refused(tmp_path):
+    """A resume that freezes a parameter, which its optimizer holds or not."""
+
+    def resume(folder, *, frozen, held):
+        model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2))
+        model[0].weight.requires_grad_(not frozen)
+        given = [p for p in model.parameters() if p.requires_grad or held]
+        replica = paceline.Replica(model, torch.optim.AdamW(given))
+        paceline.load_latest(folder, replica)
+        replica.backward(replica(torch.ones(4, 3)).square().mean(), weight=4)
+        replica.update()
+        paceline.save(folder, replica)
+        return replica.optimizer.state.get(model[0].weight, {}).get("exp_avg")
+
+    for is_begun in (False, True):
+        with paceline.join():
+            if not is_begun:
+                trained = resume(tmp_path, frozen=False, held=True)
+                assert trained.any()
+                continue
+            words = r"what the checkpoint trained must be in the optimizer, .* 0\.weight is frozen and in no parameter"
+            with pytest.raises(SettingsError, match=words):
+                resume(tmp_path, frozen=True, held=False)
+            assert torch.equal(resume(tmp_path, frozen=True, held=True), trained)

@@ -1,6 +1,6 @@
 """State of a model, an optimizer or any object with a `state_dict` as named tensors and JSON, and back."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from types import NoneType
 from typing import Any, Protocol
 
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from paceline.checkpoint import SavedState
 from paceline.comm.group import Group
 from paceline.errors import CheckpointError, SettingsError
-from paceline.replica.gathering import FORMAT, read_header, scatter
+from paceline.replica.gathering import FORMAT, read_header, scatter, split_name
 
 Document = dict[str, Any]
 
@@ -127,6 +127,29 @@ def load_optimizer(
     indices = {name: index for index, name in enumerate(_names_by_index(module, optimizer))}
     state = {indices[name]: values for name, values in by_parameter.items() if name in indices}
     optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
+
+
+def check_trained(module: nn.Module, optimizer: torch.optim.Optimizer, saved: Iterable[str], world: Group) -> None:
+    """Refuse, on all ranks alike, to drop the optimizer's state of a parameter that is frozen here.
+
+    Args:
+        module: The model.
+        optimizer: Optimizer; what it holds keeps its state, frozen or not.
+        saved: Names of the optimizer's saved tensors.
+        world: All ranks.
+
+    Raises:
+        SettingsError: There is such a parameter.
+    """
+    held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    frozen = [name for name, p in module.named_parameters() if not p.requires_grad and id(p) not in held]
+    everybody = world.gather_documents(frozen, name="frozen parameters")
+    lost = {name for names in everybody for name in names} & {split_name(name)[1] for name in saved}
+    if lost:
+        raise SettingsError(
+            f"what the checkpoint trained must be in the optimizer, where it keeps its state, but {min(lost)} "
+            "is frozen and in no parameter group; give the optimizer all parameters, frozen ones too, or train it"
+        )
 
 
 def list_settings(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:

@@ -42,6 +42,7 @@ from paceline.replica.hashing import hash_tensor
 from paceline.replica.living import KeptPart, LivingState, find_newest
 from paceline.replica.memory import KeptReplica
 from paceline.replica.named_tensors import (
+    check_trained,
     list_settings,
     list_ties,
     load_optimizer,
@@ -335,6 +336,7 @@ def _check_fits(saved: SavedReplica, replica: Replica) -> None:
             f"the optimizer must be the checkpoint's {there}, but got {here}; resume with the same optimizer, or start "
             "a new run"
         )
+    check_trained(replica.module, replica.optimizer, saved.list_optimizer(), replica.shard.world)
     mine = {name: _show(Slice.of(tensor)) for name, tensor in model_tensors(replica.module).items()}
     everybody = replica.shard.world.gather_documents(mine, name="model to be loaded")
     model = {name: shown for theirs in everybody for name, shown in theirs.items()}

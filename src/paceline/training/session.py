@@ -41,7 +41,6 @@ from paceline.training.memory_probe import MemoryProbe
 from paceline.training.noise_scale import NO_CLIPPING, NoiseMeter
 from paceline.training.rates import Rates
 from paceline.training.rehearsal import check_batch_norm_sizes
-from paceline.training.repeated_healing import RepeatedHealing
 from paceline.training.resources import ResourceWatch
 from paceline.training.run import Run
 from paceline.training.save_interval import SaveInterval, estimate_failures_per_day
@@ -171,13 +170,13 @@ def watch_replica(session: Session) -> None:
     replica.state.judge_with(session.guard.judge)
     replica.state.keeps_refused &= run.anomalies.may_go_on
 
-    repeated = RepeatedHealing(group, run.hash_interval)
+    repeated = session.training.repeated_healing
 
     def log_healed(healed: Healed) -> None:
         session.log_event(
             ReplicasHealed(ranks=healed.ranks, source_rank=healed.source_rank, difference=healed.difference)
         )
-        if words := repeated.react(healed.ranks, replica.num_updates, session.member):
+        if words := repeated.react(healed.ranks, replica.num_updates, group, run.hash_interval, session.member):
             session.log_event(Warned(message=words))
 
     def heal_replica(everybody: list[dict[str, str]], targets: dict[str, Any]) -> bool:

@@ -28,6 +28,7 @@ from paceline.training.initial import load_slices
 from paceline.training.loss_trial import check_loss
 from paceline.training.model import Model, ModelSize, resize
 from paceline.training.rehearsal import count_samples, save_activations, save_optimizer
+from paceline.training.repeated_healing import RepeatedHealing
 from paceline.training.run import Run
 
 
@@ -88,6 +89,8 @@ class Training:
     """Newest steps of this worker, by number, which it logs if a lost first worker has not."""
     over_budget: str = ""
     """Sentence on the budget that has ended the training; empty if it has not."""
+    repeated_healing: RepeatedHealing = field(default_factory=RepeatedHealing)
+    """Count of how often this worker was healed."""
     saved_step: int = -1
     """Step of the latest checkpoint since this start, which may still be written."""
     plan_watch: PlanWatch | None = None
