@@ -409,3 +409,18 @@ def test_an_agent_that_does_not_understand_the_launcher_stops_its_workers_and_sa
     assert not lab.remote.running
     lost = lab.wait_for_fact()
     assert lost == HostLost("b", "b was lost: its agent has ended")
+
+
+def test_a_machine_that_the_others_cannot_connect_to_is_told_why_and_not_taken_again(tmp_path, server):
+    lab = Lab(tmp_path, server)
+    lab.wait_for_fact()
+    lab.wait_until(lambda: len(lab.remote.running) == 2)
+    assert lab.spread.drop_host("c", "it is not known") == []
+    (lost,) = lab.spread.drop_host("b", "b is dropped: w0 could not connect to w0@b at 10.0.0.2:7")
+    assert lost == HostLost("b", "b is dropped: w0 could not connect to w0@b at 10.0.0.2:7")
+    lab.feed(lost)
+    error = lab.finish()
+    assert (type(error), str(error)) == (SettingsError, lost.reason)
+    assert not lab.remote.running
+    assert (lab.coordinator.target, lab.coordinator.places) == (1, {})
+    assert not lab.spread.read_facts(lab.coordinator)

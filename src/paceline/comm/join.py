@@ -17,6 +17,7 @@ from paceline.comm.group import Group, joined_group, note_joined
 from paceline.comm.host_group import HostGroup
 from paceline.comm.local_group import LocalGroup
 from paceline.comm.progress import PROGRESS
+from paceline.comm.reach import check_reach, listening
 from paceline.comm.shared_memory import (
     SharedMemoryError,
     SharedMemoryGroup,
@@ -167,14 +168,18 @@ def _open_cpu_group(
     store: dist.Store, rank: int, size: int, *, timeout_s: float, epoch: int, transport: Transport
 ) -> Group:
     """Return the group for the transport that all ranks agree on."""
-    mine = {"transport": transport, "host": host_key(), "obstacle": find_obstacle()}
-    documents = exchange_documents(dist.PrefixStore("transport", store), rank, size, mine, timeout_s)
+    with listening(size) as address:
+        mine = {"transport": transport, "host": host_key(), "obstacle": find_obstacle(), "address": address}
+        documents = exchange_documents(dist.PrefixStore("transport", store), rank, size, mine, timeout_s)
+        hosts, addresses = ([document[key] for document in documents] for key in ("host", "address"))
+        if len(set(hosts)) > 1:
+            reach_store = dist.PrefixStore("reach", store)
+            check_reach(reach_store, rank, addresses, hosts, timeout_s=timeout_s, epoch=epoch)
     asked = [document["transport"] for document in documents]
     if len(set(asked)) > 1:
         raise SettingsError(
             f"transport must be the same on every worker, but got {asked} by rank; pass the same to all"
         )
-    hosts = [document["host"] for document in documents]
     num_hosts = len(set(hosts))
     obstacles = [document["obstacle"] if hosts.count(document["host"]) > 1 else None for document in documents]
     try:

@@ -69,6 +69,11 @@ def is_stopped(pid: int) -> bool:
     return _read_status(pid)[:1] == ["T"]
 
 
+def has_ended(pid: int) -> bool:
+    """Return whether a process has ended, though its parent may not have noticed; False if its state is invisible."""
+    return _read_status(pid)[:1] in (["Z"], ["X"])
+
+
 def _read_status(pid: int) -> list[str]:
     try:
         return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(") ")[2].split()

@@ -22,6 +22,7 @@ from paceline.comm.hang_watch import UNJUDGED
 from paceline.comm.join import Transport, open_group
 from paceline.comm.local_group import LocalGroup
 from paceline.comm.progress import PROGRESS, Position
+from paceline.comm.reach import UnreachableError, describe_all
 from paceline.comm.threads import start_thread
 from paceline.elastic.facts import View
 from paceline.errors import CommunicationError, PacelineError
@@ -116,6 +117,8 @@ class Status:
     """Way in which the worker lost its peers."""
     accused: tuple[str, ...] = ()
     """Workers that hang by its verdict."""
+    unreachable: tuple[tuple[str, str], ...] = ()
+    """Names of the workers of each connection that could not be opened in this epoch: who tried, and whom."""
     obstacle: str = ""
     """Reason why it could not go on in another group."""
     fixed: str = ""
@@ -177,6 +180,8 @@ class StoreMember(Member):
         """Step of the training loop when this worker joined its epoch, and the time of that."""
         self._names: tuple[str, ...] = ()
         """Workers of the epoch that this one has entered last, by rank."""
+        self._unreachable: tuple[tuple[str, str], ...] = ()
+        """Workers of connections that could not be opened in that epoch."""
         self._lock = RLock()
         self._closed = Event()
         self._lateness = Lateness()
@@ -185,7 +190,8 @@ class StoreMember(Member):
 
     def report_loss(self, step: int, *, is_whole: bool, reason: str, accused: tuple[str, ...] = ()) -> None:
         """Write it down."""
-        self._say(phase="lost", step=step, is_whole=is_whole, reason=reason, accused=accused)
+        unreachable = self._unreachable
+        self._say(phase="lost", step=step, is_whole=is_whole, reason=reason, accused=accused, unreachable=unreachable)
 
     def at_boundary(self, step: int) -> None:
         """Write it down."""
@@ -234,6 +240,9 @@ class StoreMember(Member):
             self._await_entries(view, timeout_s)
         try:
             group = self._open(view, device, timeout_s, transport)
+        except UnreachableError as error:
+            self._unreachable = tuple((view.names[one.rank], view.names[one.other]) for one in error.obstructions)
+            raise CommunicationError(describe_all(error.obstructions, view.names)) from error
         except RuntimeError as error:
             raise CommunicationError(f"worker {self.name} could not join epoch {view.epoch}: {error}") from error
         note_joined(group)
@@ -285,9 +294,11 @@ class StoreMember(Member):
 
     def _enter(self, document: dict[str, Any]) -> View:
         names, previous = document.pop("names"), document.pop("previous")
-        self._names = tuple(names)
+        self._names, self._unreachable = tuple(names), ()
         view = View(**document | {"rank": names.index(self.name)}, names=tuple(names), previous=tuple(previous))
-        self._say(phase="opening", epoch=view.epoch, step=view.step, is_whole=True, reason="", accused=())
+        self._say(
+            phase="opening", epoch=view.epoch, step=view.step, is_whole=True, reason="", accused=(), unreachable=()
+        )
         return view
 
     def _read(self, key: str) -> dict[str, Any] | None:

@@ -34,6 +34,7 @@ from paceline.elastic.facts import (
 from paceline.elastic.journal import Journal
 from paceline.elastic.member import Status
 from paceline.elastic.protocol import Coordinator
+from paceline.elastic.unreachable import find_unreachable
 from paceline.elastic.watch import BUSY_S, IDLE_S, Patience, Watch
 
 _LOOK_S = 0.5
@@ -57,6 +58,10 @@ class Workforce(ABC):
 
     def forget(self, name: str) -> None:
         """Forget a process that has ended, since that was written down."""
+
+    def drop_host(self, host: str, reason: str) -> list[Fact]:
+        """Want nothing more of another machine, and return what follows; a reason says why, to people there too."""
+        return []
 
     def locate(self, name: str) -> str:
         """Return process and line of code of a worker in words; empty if they cannot be seen from here."""
@@ -131,6 +136,10 @@ class Supervisor:
             coordinator, lambda name: workforce.locate(name), tell_standstill, patience or Patience(), clock
         )
         self._num_mails = 0
+        self._known_hosts = set[str]()
+        """Machines whose workers have made steps with those of others."""
+        self._judged = set[int]()
+        """Epoch of the last connections that could not be opened, which all its workers tell of."""
         self._broken_s: float | None = None
         """Time at which the present epoch was found broken."""
         self._leave_by: dict[str, tuple[float, float]] = {}
@@ -186,6 +195,7 @@ class Supervisor:
     def _take_over(self) -> None:
         """Do again what may not have been done, and let times for leaving and stopping begin anew."""
         coordinator, now_s = self.coordinator, self._clock()
+        self._known_hosts |= set(coordinator.places)
         for name, worker in coordinator.workers.items():
             self._watch.begin(name)
             if worker.is_leaving and worker.within_s is not None:
@@ -321,7 +331,24 @@ class Supervisor:
             self._feed(LeaveAsked(name, self._notice_s))
         if status.phase in ("lost", "boundary") and status.epoch == self.coordinator.epoch and worker.vote is None:
             lost = (status.reason or "it lost its peers") if status.phase == "lost" else ""
+            view = self.coordinator.view
+            if view is not None and status.step > max(view.step, 0):
+                self._known_hosts |= {host_of(member) for member in view.names}
             self._feed(Voted(name, status.epoch, status.step, status.is_whole, lost, tuple(status.accused)))
+            if status.unreachable and status.epoch not in self._judged:
+                self._judged = {status.epoch}
+                self._drop_unreachable([(one, other) for one, other in status.unreachable], lost)
+
+    def _drop_unreachable(self, pairs: list[tuple[str, str]], reason: str) -> None:
+        """Go on without machines that have just joined, and that others cannot connect to."""
+        hosts = find_unreachable(pairs, self._known_hosts)
+        if not hosts:
+            self._tell(f"{reason}; connections to all ports of these machines must be let through")
+        for host in hosts:
+            words = f"{host} is dropped: {reason}; let connections to all ports through, then start its agent again"
+            self._tell(words)
+            for fact in self._workforce.drop_host(host, words):
+                self._feed(fact)
 
     def _watch_leavers(self) -> None:
         """End workers whose time to leave is over; where no other one has the state, let it be saved in time."""

@@ -201,6 +201,11 @@ class SpreadWorkforce(Workforce):
                     self._agents.remove(agent)
             time.sleep(0.02)
 
+    def drop_host(self, host: str, reason: str) -> list[Fact]:
+        """Tell the agent of a machine that nothing more is wanted of it, which ends its workers, and then itself."""
+        agent = self._find(host)
+        return self._drop(agent, reason, is_refused=True) if agent is not None else []
+
     def _read_agent(self, agent: _Agent, coordinator: Coordinator, now_s: float) -> list[Fact]:
         self._look_at(agent, now_s)
         if agent.fault:

@@ -6,13 +6,14 @@ import os
 import signal
 import time
 from collections.abc import Callable
+from functools import partial
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
 from paceline.comm.control import ControlAccess
-from paceline.comm.stacks import ask_for_line, is_stopped
+from paceline.comm.stacks import ask_for_line, has_ended, is_stopped
 from paceline.elastic.facts import End, host_of
 from paceline.elastic.protocol import Coordinator
 from paceline.elastic.supervisor import Workforce
@@ -21,6 +22,7 @@ from paceline.launch.forking import START_METHOD, find_end, find_server, prepare
 from paceline.launch.launcher_watch import RECORD
 from paceline.launch.left_run import LeftProcess
 from paceline.launch.processes import GRACE_S, Ended, describe_exit, make_environment, prepare_rank
+from paceline.launch.starting import StartingProcess
 
 _ENDS: dict[int, End] = {
     ExitCode.FINISHED: "done",
@@ -37,6 +39,12 @@ _UNKNOWN_CODE = 255
 """Exit code that multiprocessing tells of a worker that lives, once the process that it was forked from is gone."""
 _SERVER_ENDS_S = 1.0
 """Longest time between the two."""
+_START_S = 1.0
+"""Longest time that the caller waits for a start; it goes on by itself."""
+_LOOK_S = 0.02
+"""Time between two looks at starts."""
+_ANSWER_S, _STOPPED_S = 60.0, 2.0
+"""Times after which people are told of a start, and of one by a process that is stopped."""
 
 
 class LocalWorkforce(Workforce):
@@ -69,36 +77,62 @@ class LocalWorkforce(Workforce):
         self._function, self._directory = function, directory
         self._size, self._access, self._address = size, access, address
         self._stop_signal = stop_signal
-        self._running: dict[str, BaseProcess | LeftProcess] = {}
+        self._running: dict[str, BaseProcess | LeftProcess | StartingProcess] = {}
         self._slots: dict[str, int] = {}
         self.ended = Ended()
         """Ends of processes of the present start of all, by slot, but for those that were replaced."""
 
     def start(self, name: str, slot: int, epoch: int) -> None:
-        """Fork it, unless it was taken over, and write its process number to ``NAME.pid`` for people."""
+        """Fork it, unless it was taken over; its process number is written to ``NAME.pid`` for people.
+
+        Where the process that forks does not answer soon, the start goes on by itself, and `wait` looks after it.
+        """
         if name in self._running:
             return
         output = self._directory / "workers"
         environment = make_environment(slot, self._size, self._access, self._address)
         arguments = (environment, output, self._function, (self._directory, epoch, name))
-        process = self._fork(name, arguments)
-        self._running[name], self._slots[name] = process, slot
-        with contextlib.suppress(OSError):  # a full disk
-            (output / f"{name}.pid").write_text(f"{process.pid}\n")
+        self._replace_server()
+        make = partial(self._context.Process, target=_be_worker, args=arguments, name=name)
+        self._running[name], self._slots[name] = StartingProcess(make, self._server), slot
         self.ended.exit_codes.pop(slot, None)
         self.ended.ended_here.discard(slot)
+        self._look_after_starts(0.0 if is_stopped(self._server) else _START_S)
 
-    def _fork(self, name: str, arguments: tuple[Any, ...]) -> BaseProcess:
-        self._replace_server()
-        for is_last in (False, True):
-            process: BaseProcess = self._context.Process(target=_be_worker, args=arguments, name=name)
+    def _look_after_starts(self, within_s: float = 0.0) -> bool:
+        """Take in processes that have started since, and return whether others have not."""
+        is_starting = False
+        for name, starting in list(self._running.items()):
+            if not isinstance(starting, StartingProcess) or starting.exitcode is not None:
+                continue
             try:
-                process.start()
-                break
+                process = starting.find(within_s)
             except (OSError, EOFError):
-                if is_last or not self._replace_server(within_s=_SERVER_ENDS_S):
+                if starting.server == self._server and not self._replace_server(within_s=_SERVER_ENDS_S):
                     raise
-        return process
+                self._running[name] = again = StartingProcess(starting.make, self._server)
+                again.signals, process = starting.signals, None
+            if process is None:
+                is_starting = True
+                self._tell_late(name, starting)
+                continue
+            self._running[name] = process
+            for number in starting.signals:  # those that came up to now; later ones reach the process
+                _send(process.pid, number)
+            with contextlib.suppress(OSError):  # a full disk
+                (self._directory / "workers" / f"{name}.pid").write_text(f"{process.pid}\n")
+        return is_starting
+
+    def _tell_late(self, name: str, starting: StartingProcess) -> None:
+        took_s, stopped = time.monotonic() - starting.began_s, is_stopped(self._server)
+        if not starting.is_told and took_s > (_STOPPED_S if stopped else _ANSWER_S):
+            starting.is_told = True
+            self._news.append(
+                f"{name} is being started, but the process that workers are forked from (multiprocessing.forkserver, "
+                f"pid {self._server}) has not answered for {took_s:.0f} s"
+                + (": it is stopped, as by SIGSTOP" if stopped else "")
+                + "; workers that train go on meanwhile"
+            )
 
     def _replace_server(self, within_s: float = 0.0) -> bool:
         """Return whether the process that workers are forked from has ended, or does so in time; start it again then.
@@ -110,11 +144,10 @@ class LocalWorkforce(Workforce):
             if time.monotonic() >= deadline_s:
                 return False
             time.sleep(0.01)
-        output, kept = self._directory / "workers", []
+        kept = []
         for name, process in self._running.items():
             if isinstance(process, BaseProcess) and process.exitcode in (None, _UNKNOWN_CODE):
-                errors = output / f"rank{self._slots[name]}.err"
-                self._running[name] = LeftProcess(output / f"{name}{RECORD}", errors, process)
+                self._ask_itself(name, process)
                 kept.append(name)
         self._news.append(
             f"the process that workers are forked from (multiprocessing.forkserver, pid {self._server}) {end}; another "
@@ -123,6 +156,11 @@ class LocalWorkforce(Workforce):
         prepare_to_fork()
         self._server = find_server()
         return True
+
+    def _ask_itself(self, name: str, process: BaseProcess) -> None:
+        """Learn how a worker ends from what it writes down itself."""
+        output = self._directory / "workers"
+        self._running[name] = LeftProcess(output / f"{name}{RECORD}", output / f"rank{self._slots[name]}.err", process)
 
     def read_news(self) -> list[str]:
         """Return, in words, what the process that workers are forked from has met with."""
@@ -151,6 +189,8 @@ class LocalWorkforce(Workforce):
     def locate(self, name: str) -> str:
         """Ask it for its stacks, which lie beside its output then."""
         path, process = self._directory / "workers" / f"rank{self._slots[name]}.stack", self._running[name]
+        if isinstance(process, StartingProcess):
+            return f", since process {self._server}, which forks it, has not answered"
         if process.pid is not None and is_stopped(process.pid):
             return f" (pid {process.pid}), stopped, as by SIGSTOP"
         line = ask_for_line(process.pid or 0, str(path), is_reading=False)
@@ -158,7 +198,13 @@ class LocalWorkforce(Workforce):
 
     def wait(self, timeout_s: float) -> list[tuple[str, End, str]]:
         """Wait for any of them."""
-        wait([process.sentinel for process in self._running.values()], timeout_s)
+        is_starting, running = self._look_after_starts(), self._running.values()
+        sentinels = [process.sentinel for process in running if not isinstance(process, StartingProcess)]
+        wait(sentinels, min(timeout_s, _LOOK_S) if is_starting else timeout_s)
+        if is_stopped(self._server):  # which alone is told how they end
+            for name, process in self._running.items():
+                if isinstance(process, BaseProcess) and process.pid is not None and has_ended(process.pid):
+                    self._ask_itself(name, process)
         codes = [process.exitcode for process in self._running.values()]
         self._replace_server(within_s=_SERVER_ENDS_S if _UNKNOWN_CODE in codes else 0.0)
         ended = [(name, process.exitcode) for name, process in self._running.items() if process.exitcode is not None]
@@ -203,9 +249,16 @@ class LocalWorkforce(Workforce):
         """Send a signal to all. It may be called in a handler: to ask how they are would disturb who asks now."""
         number = self._stop_signal if number == signal.SIGTERM else number
         for process in list(self._running.values()):
-            if process.pid is not None:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(process.pid, number)
+            if isinstance(process, StartingProcess):
+                process.signals.append(number)
+            else:
+                _send(process.pid, number)
+
+
+def _send(pid: int | None, number: int) -> None:
+    if pid is not None:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, number)
 
 
 def _be_worker(
