@@ -21,6 +21,8 @@ from paceline.parallel.local import local
 from paceline.parallel.mesh import Mesh
 from paceline.parallel.mixture_of_experts import Experts, MixtureOfExperts, list_mixtures
 from paceline.parallel.own_forward import running_forward
+from paceline.parallel.parameter_hooks import ADVICE as HOOKS_ADVICE
+from paceline.parallel.parameter_hooks import keep_hooks, list_hooks
 from paceline.parallel.start import broadcast_sample
 from paceline.parallel.tensor import distribute
 from paceline.parallel.tensor_proof import relative_error, tolerance
@@ -85,6 +87,12 @@ def check_experts(module: nn.Module, layout: Layout) -> None:
                 f"each parameter of experts must have the {number} experts in its first dim, but {name}.{wrong[0]} has "
                 f"the shape {tuple(experts.get_parameter(wrong[0]).shape)}; stack the experts' parameters"
             )
+        hooked = [path for path, p in experts.named_parameters() if list_hooks(p)]
+        if hooked:
+            raise SettingsError(
+                f"a parameter of experts must have no hooks on its gradient for expert({layout.expert}), whose ranks "
+                f"have a part of it each, but {name}.{hooked[0]} has; {HOOKS_ADVICE}"
+            )
         if number % layout.expert:
             raise SettingsError(
                 f"the number of experts must be a multiple of expert({layout.expert}), but {name} has {number} = "
@@ -142,7 +150,9 @@ def _divide(module: nn.Module, found: Mapping[str, nn.Module], mesh: Mesh) -> li
     held = {id(parameter) for experts in found.values() for parameter in experts.parameters()}
     placements: dict[int, Placement] = {id(p): Shard(0) if id(p) in held else Replicate() for p in module.parameters()}
     activations = Activations(mesh.device_mesh["expert"], cuts_tokens=False)
+    before = dict(module.named_parameters())
     distribute(module, placements, activations.device_mesh)
+    keep_hooks([(before[name], parameter) for name, parameter in module.named_parameters()])
     for name, part in list(module.named_modules()):
         attributes = {"num_experts": counts[name] // mesh.size("expert")} if name in found else {}
         apply("replicate", part, activations, is_in_block=False, attributes=attributes)
