@@ -64,6 +64,7 @@ class Stack(nn.Module):
         super().__init__()
         self.num_experts, self.is_broken = 4, ""
         self.matrix = nn.Parameter(torch.randn(4, 16, 16) * 0.1)
+        self.register_buffer("total", torch.zeros(()))
 
     def forward(
         self, tokens: Tensor, index: Tensor, weight: Tensor, scale: float = 1.0, *, rows: Any = None, gates: Any = None
@@ -76,6 +77,8 @@ class Stack(nn.Module):
             mapped = mapped + is_mine.sum((1, 2))[:, None] * is_kept[:, None] * shift
         if self.is_broken == "squares":
             return mapped + 1e-3 * weight.square().sum(1, keepdim=True)
+        if self.is_broken == "sums" and self.training:
+            self.total += mapped.detach().sum()
         if self.is_broken == "counts" and self.num_experts != 4:
             raise ValueError("four experts are wanted")
         return mapped.cumsum(0) if self.is_broken == "mixes" else mapped
@@ -285,7 +288,7 @@ def refuse_strange_experts(group: Group) -> list[str]:
     with pytest.raises(SettingsError) as caught:
         parallelize(model, Layout(expert=2), group=group, sample=some)
     refusals.append(str(caught.value))
-    for broken, sample in (("mixes", some), ("squares", some), ("counts", some), ("", None)):
+    for broken, sample in (("sums", some), ("mixes", some), ("squares", some), ("counts", some), ("", None)):
         model = make_stacked()
         model.layers[1].mlp.experts.is_broken = broken
         with pytest.raises(SettingsError) as caught:
@@ -374,9 +377,12 @@ def test_experts_that_are_shared_train_as_in_one_process(
     if num_ranks == 2:
         first, second, price = found.pop("bytes")
         assert first == second == price > 0
-        varying, mixing, squaring, counting, unproved, diverged = found.pop("refusals")
+        varying, summing, mixing, squaring, counting, unproved, diverged = found.pop("refusals")
         assert "differ, first in parameter norm.weight" in diverged
         assert "but 'scale' of layers.1.mlp.experts.stack (Stack) depends on the sample" in varying
+        assert (
+            "in forward, since each rank sees the tokens of its own experts, but layers.1.mlp.experts.total" in summing
+        )
         assert "but layers.1.mlp.experts (Stack) has another output, by" in mixing
         assert "but layers.1.mlp.experts (Stack) has another output, by" in squaring
         assert "(Stack) fails on a rank's part with ValueError: four experts are wanted" in counting
@@ -406,6 +412,11 @@ def test_models_whose_experts_do_not_fit_are_refused() -> None:
     stack = Stack()
     stack.bias = nn.Parameter(torch.zeros(16))
     assert "but 0.bias has the shape (16,)" in refuse(nn.Sequential(stack), expert=2)
+    stack = Stack()
+    stack.register_buffer("seen", torch.zeros(4))
+    assert "divides parameters only, but 0.seen has the 4 experts in its first dim" in refuse(
+        nn.Sequential(stack), expert=2
+    )
     assert "but layers.0.mlp.experts is a Stack" in refuse(make_stacked(), expert=2, pipeline=2)
     check_experts(make_model(FREE), Layout(expert=2, context=2, pipeline=2))
     check_experts(MixtureOfExperts(4, 2, experts=Experts(4, 2, 8)), Layout(expert=2))

@@ -12,7 +12,8 @@ from paceline.comm.group import Group
 from paceline.comm.local_group import LocalGroup
 from paceline.data import Batch, Interval
 from paceline.errors import SettingsError
-from paceline.parallel import PipelineSettings, parallelize
+from paceline.parallel import MixtureOfExperts, PipelineSettings, parallelize
+from paceline.parallel.expert import check_experts
 from paceline.parallel.parameter_hooks import check_hooks
 from paceline.replica import Loss, Replica
 from paceline.replica.state import capture
@@ -26,6 +27,7 @@ LAYOUTS = {
     "stage 3": Layout(sharded=2),
     "pipeline": Layout(pipeline=2),
 }
+EXPERTS = Layout(expert=2)
 
 
 class Hooked(nn.Module):
@@ -67,6 +69,18 @@ class Routed(Hooked):
         return x @ self.blocks[0].weight
 
 
+class Mixed(Hooked):
+    """A model with experts, of whose parameters the expert axis makes others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mixture = MixtureOfExperts(6, num_experts=2, top_k=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = super().forward(x)
+        return x + self.mixture(x[:, None])[:, 0]
+
+
 def train(group: Group, layout: Layout, kind: type[Hooked] = Hooked) -> dict[str, Tensor]:
     torch.manual_seed(0)
     model = kind().double()
@@ -95,12 +109,13 @@ def train_in_all() -> dict[str, Any]:
     with join() as group:
         found = {name: train(group, layout) for name, layout in LAYOUTS.items()}
         found["routed"] = train(group, LAYOUTS["stage 3"], Routed)
+        found["experts"] = train(group, EXPERTS, Mixed)
     return {name: {key: value.tolist() for key, value in one.items()} for name, one in found.items()}
 
 
 @pytest.mark.filterwarnings("ignore:.* parameters had no gradient")
 def test_linear_hooks_and_parameters_without_dims_train_as_in_one_process() -> None:
-    plain, routed = train(LocalGroup(), Layout()), train(LocalGroup(), Layout(), Routed)
+    plain, routed, mixed = (train(LocalGroup(), Layout(), kind) for kind in (Hooked, Routed, Mixed))
     ranks = run_processes(2, train_in_all, timeout_s=50.0)
     assert [rank.exit_code for rank in ranks] == [0, 0], "\n".join(rank.output for rank in ranks)
     torch.manual_seed(0)
@@ -108,7 +123,7 @@ def test_linear_hooks_and_parameters_without_dims_train_as_in_one_process() -> N
         moved = (plain[f"model/{key}"] - value).abs().reshape(len(value) if value.dim() else 1, -1).amax(1)
         assert key == "unused" or moved.any(), key
     for name, found in ranks[0].value.items():
-        expected = routed if name == "routed" else plain
+        expected = {"routed": routed, "experts": mixed}.get(name, plain)
         assert found.keys() == expected.keys(), name
         distances = {
             key: float((torch.tensor(found[key], dtype=value.dtype) - value).abs().max())
@@ -128,7 +143,7 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("layout", LAYOUTS.values())
+@pytest.mark.parametrize("layout", [*LAYOUTS.values(), EXPERTS])
 def test_hooks_that_are_right_for_whole_gradients_only_are_refused_by_name(layout: Layout) -> None:
     for hook in REFUSED.values():
         model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
@@ -149,3 +164,7 @@ def test_hooks_that_are_right_for_whole_gradients_only_are_refused_by_name(layou
     model.bias.register_hook(log_nothing)
     with pytest.raises(SettingsError, match="must have no hooks on its gradient for tensor"):
         check_hooks(model, Layout(tensor=2))
+    mixed = Mixed()
+    mixed.mixture.experts.expand.register_hook(lambda gradient: gradient * 2)
+    with pytest.raises(SettingsError, match=r"no hooks .* for expert\(2\), .* but mixture\.experts\.expand has"):
+        check_experts(mixed, EXPERTS)

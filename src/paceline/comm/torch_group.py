@@ -74,11 +74,11 @@ class TorchGroup(Group):
         self._senders: Channel | None = None
         self._paced: Channel | None = None
         # gloo gives up after its own time-out without saying who was late: ours comes first.
-        backend_timeout = timedelta(seconds=timeout_s + 60)
+        backend_timeout = timedelta(seconds=timeout_s + _BEGIN_S)
         backend_store = dist.PrefixStore("backend", store)
         make = partial(_make_backend, backend_store, rank, size, device, backend_timeout)
         others = [name for name in self.names if name != self.names[rank]]
-        self._backend: Any = make() if device.type != "cpu" else connect(make, store, epoch, others, timeout_s)
+        self._backend: Any = make() if device.type != "cpu" else connect(make, store, epoch, others, timeout_s + _BEGIN_S)
         self._verdict: Verdict | None = None
         self._board = HeartbeatBoard(dist.PrefixStore("board", store), rank, self.names, call_weakly(self._end_by))
         self._watchdog: Watchdog | None = None

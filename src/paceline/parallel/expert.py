@@ -21,6 +21,8 @@ from paceline.parallel.local import local
 from paceline.parallel.mesh import Mesh
 from paceline.parallel.mixture_of_experts import Experts, MixtureOfExperts, list_mixtures
 from paceline.parallel.own_forward import running_forward
+from paceline.parallel.parameter_hooks import ADVICE as HOOKS_ADVICE
+from paceline.parallel.parameter_hooks import keep_hooks, list_hooks
 from paceline.parallel.start import broadcast_sample
 from paceline.parallel.tensor import distribute
 from paceline.parallel.tensor_proof import relative_error, tolerance
@@ -85,6 +87,18 @@ def check_experts(module: nn.Module, layout: Layout) -> None:
                 f"each parameter of experts must have the {number} experts in its first dim, but {name}.{wrong[0]} has "
                 f"the shape {tuple(experts.get_parameter(wrong[0]).shape)}; stack the experts' parameters"
             )
+        held = [path for path, b in experts.named_buffers() if b.dim() and b.shape[0] == number]
+        if held:
+            raise SettingsError(
+                f"a buffer of experts must be of all of them for expert({layout.expert}), which divides parameters "
+                f"only, but {name}.{held[0]} has the {number} experts in its first dim; keep it in the module around"
+            )
+        hooked = [path for path, p in experts.named_parameters() if list_hooks(p)]
+        if hooked:
+            raise SettingsError(
+                f"a parameter of experts must have no hooks on its gradient for expert({layout.expert}), whose ranks "
+                f"have a part of it each, but {name}.{hooked[0]} has; {HOOKS_ADVICE}"
+            )
         if number % layout.expert:
             raise SettingsError(
                 f"the number of experts must be a multiple of expert({layout.expert}), but {name} has {number} = "
@@ -142,7 +156,9 @@ def _divide(module: nn.Module, found: Mapping[str, nn.Module], mesh: Mesh) -> li
     held = {id(parameter) for experts in found.values() for parameter in experts.parameters()}
     placements: dict[int, Placement] = {id(p): Shard(0) if id(p) in held else Replicate() for p in module.parameters()}
     activations = Activations(mesh.device_mesh["expert"], cuts_tokens=False)
+    before = dict(module.named_parameters())
     distribute(module, placements, activations.device_mesh)
+    keep_hooks([(before[name], parameter) for name, parameter in module.named_parameters()])
     for name, part in list(module.named_modules()):
         attributes = {"num_experts": counts[name] // mesh.size("expert")} if name in found else {}
         apply("replicate", part, activations, is_in_block=False, attributes=attributes)
@@ -218,7 +234,8 @@ def _start_proofs(module: nn.Module, experts: Mapping[str, nn.Module], sample: A
     """Return the proofs of experts, with what they are given for a sample.
 
     Raises:
-        SettingsError: A further argument of experts depends on the tokens, but has no row for each of them.
+        SettingsError: A further argument of experts depends on the tokens, but has no row for each of them, or their
+            forward changes a buffer.
     """
     given = _note_arguments(module, experts, sample)
     try:
@@ -227,6 +244,8 @@ def _start_proofs(module: nn.Module, experts: Mapping[str, nn.Module], sample: A
         others = {}
     for name in others.keys() & given.keys():
         _check_further(name, experts[name], given[name], others[name])
+    for name, arguments in given.items():
+        _check_buffers(name, experts[name], arguments)
     return [_Proof(name, experts[name], arguments) for name, arguments in given.items()]
 
 
@@ -268,6 +287,23 @@ def _check_further(name: str, module: nn.Module, given: inspect.BoundArguments, 
                 f"{[*given.arguments][3 + path[0].idx]!r} of {name} ({type(module).__name__}) depends on the sample; "
                 "pass it as a row for each token, or set Layout(expert=1) (--layout.expert 1)"
             )
+
+
+def _check_buffers(name: str, module: nn.Module, given: inspect.BoundArguments) -> None:
+    """Refuse buffers of what experts have seen, of which each rank would keep its own."""
+    before = {path: buffer.clone() for path, buffer in module.named_buffers()}
+    with torch.no_grad(), restored(module):
+        module.train()
+        module(*tree_map_only(Tensor, torch.clone, given.args), **tree_map_only(Tensor, torch.clone, given.kwargs))
+        changed = [
+            path for path, buffer in module.named_buffers() if path not in before or not buffer.equal(before[path])
+        ]
+    if changed:
+        raise SettingsError(
+            "a buffer of experts must stay as it is in forward, since each rank sees the tokens of its own experts, "
+            f"but {name}.{changed[0]} ({type(module).__name__}) changes; change it in the module around them, or set "
+            "Layout(expert=1) (--layout.expert 1)"
+        )
 
 
 def _is_experts(module: nn.Module) -> bool:

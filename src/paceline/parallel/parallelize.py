@@ -26,6 +26,7 @@ from paceline.parallel.pipeline.costs import cut_at
 from paceline.parallel.pipeline.layers import list_layers
 from paceline.parallel.pipeline.traced import find_layers, is_listed
 from paceline.parallel.reduce_scatter import CodedReduceScatter
+from paceline.parallel.second_order import refuse_transforms
 from paceline.parallel.start import broadcast_module, broadcast_sample, check_same_model
 from paceline.parallel.tensor import TensorSplit, split
 from paceline.parallel.tensor_check import Runs, SplitCheck
@@ -277,6 +278,7 @@ def check_tokens(sample: Any, layout: Layout) -> None:
 
 
 def _note(shard: ModelShard) -> nn.Module:
+    refuse_transforms(shard.module, shard.layout)
     membership = shard.world.membership
     membership.shards.append(shard)
     membership.reading = (shard.data_parallel_group, shard.split_context)

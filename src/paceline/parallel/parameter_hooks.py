@@ -9,14 +9,14 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.fsdp import FSDPModule
 
 from paceline.errors import SettingsError
-from paceline.parallel.local import local
+from paceline.parallel.local import local, wrap
 from paceline.topology.layout import Layout
 
 Hook = Callable[[Tensor], Tensor | None]
 
 _TOLERANCE = 32
 """Largest difference between a hook's result of a sum and the sum of its results, in roundings of the largest."""
-_ADVICE = "do it between backward and update, or freeze with requires_grad_(False) what must not move"
+ADVICE = "do it between backward and update, or freeze with requires_grad_(False) what must not move"
 
 
 def list_hooks(parameter: Tensor) -> list[Hook]:
@@ -30,9 +30,9 @@ def check_hooks(module: nn.Module, layout: Layout) -> None:
     Where ranks share parameters, or run micro-batches one after the other, a hook gets a part of the sum of gradients.
     It is right for that if it is linear: a factor, a mask of rows. Each is tried on three gradients.
     """
-    if not layout.shards_parameters and layout.pipeline == layout.tensor == 1:
+    if not layout.shards_parameters and layout.pipeline == layout.tensor == layout.expert == 1:
         return
-    where = f"pipeline({layout.pipeline})"
+    where = f"pipeline({layout.pipeline})" if layout.pipeline > 1 else f"expert({layout.expert})"
     if layout.tensor > 1 or layout.shards_parameters:
         where = f"tensor({layout.tensor})" if layout.tensor > 1 else f"sharded({layout.sharded}) with zero_stage 2 or 3"
     for name, parameter in module.named_parameters():
@@ -40,7 +40,7 @@ def check_hooks(module: nn.Module, layout: Layout) -> None:
         if hooks and layout.tensor > 1:
             raise SettingsError(
                 f"a parameter must have no hooks on its gradient for {where}, whose ranks have parts of it, but {name} "
-                f"has; {_ADVICE}"
+                f"has; {ADVICE}"
             )
         if getattr(parameter, "_post_accumulate_grad_hooks", None):
             rule = "be those of register_hook"
@@ -49,8 +49,23 @@ def check_hooks(module: nn.Module, layout: Layout) -> None:
         if rule:
             raise SettingsError(
                 f"hooks on a parameter's gradient must {rule} for {where}, where they see a part of it, but those of "
-                f"{name} are not; {_ADVICE}"
+                f"{name} are not; {ADVICE}"
             )
+
+
+def keep_hooks(parameters: Sequence[tuple[nn.Parameter, nn.Parameter]]) -> None:
+    """Let hooks run on the DTensors, of which every rank has all, that have taken their parameters' place.
+
+    Args:
+        parameters: Parameters with the DTensors.
+    """
+    for before, parameter in parameters:
+        for hook in list_hooks(before):
+
+            def run(gradient: Tensor, hook: Hook = hook) -> Tensor:
+                return wrap(gradient, _run(hook, local(gradient)))
+
+            parameter.register_hook(run)
 
 
 def carry_hooks(blocks: Sequence[nn.Module], hooks: Sequence[tuple[nn.Module, str, list[Hook]]]) -> None:

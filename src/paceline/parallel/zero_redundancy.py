@@ -1,9 +1,7 @@
 """An optimizer whose state is sharded over the ranks of the sharded axis: ZeRO's stage 1."""
 
-import inspect
 import warnings
-from collections.abc import Callable
-from functools import partial
+from collections import defaultdict
 from typing import Any
 
 import torch
@@ -15,6 +13,9 @@ from paceline.errors import SettingsError
 from paceline.parallel.local import local
 from paceline.parallel.mesh import Mesh
 from paceline.parallel.start import broadcast_tensors
+
+_OWN = frozenset(vars(torch.optim.SGD([torch.empty(0)]))) - {"defaults"} | {"step"}
+"""Attributes in which torch keeps an optimizer's parameters, state and hooks, and schedulers their count of steps."""
 
 
 def shard_optimizer(optimizer: torch.optim.Optimizer, mesh: Mesh) -> torch.optim.Optimizer:
@@ -32,37 +33,38 @@ def shard_optimizer(optimizer: torch.optim.Optimizer, mesh: Mesh) -> torch.optim
     Parameter groups stay the same: a value set in them (the learning rate) takes effect in the next step. The
     optimizer's state is that of `local_optimizer`.
 
+    Each rank steps an optimizer of the same class with the same attributes, also where they change later. Hooks on the
+    steps of `optimizer` run around those of all ranks; they get it, with all parameters, but without state.
+
     Args:
-        optimizer: New optimizer, of a class whose constructor takes its defaults by name, or all as `defaults`; it is
-            not used again.
+        optimizer: New optimizer. Its parameter groups are those of the returned one from now on; its step is not used.
         mesh: Mesh of the layout.
 
     Raises:
-        SettingsError: The optimizer has taken steps.
+        SettingsError: The optimizer has taken steps, or its `step` is another than its class's.
     """
     if mesh.size("sharded") == 1:
         return optimizer
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     _check(optimizer)
-    kind = type(optimizer)
-    accepted = inspect.signature(kind).parameters
-    # A class that takes its defaults in one argument, like torch's base class, gets them here.
-    make = partial(kind, defaults=optimizer.defaults) if "defaults" in accepted else kind
-    defaults = {name: value for name, value in optimizer.defaults.items() if name in accepted}
     if any(isinstance(parameter, DTensor) for parameter in parameters):
-        return DividedOptimizer(optimizer, lambda groups: make(groups, **defaults), mesh.group("sharded"))
-    with warnings.catch_warnings():  # torch compiles unused optimizers, in a deprecated way
-        warnings.simplefilter("ignore", DeprecationWarning)
-        from torch.distributed.optim import ZeroRedundancyOptimizer
+        divided: torch.optim.Optimizer = DividedOptimizer(optimizer, mesh.group("sharded"))
+    else:
+        with warnings.catch_warnings():  # torch compiles unused optimizers, in a deprecated way
+            warnings.simplefilter("ignore", DeprecationWarning)
+            from torch.distributed.optim import ZeroRedundancyOptimizer
 
-    return ZeroRedundancyOptimizer(
-        [dict(group) for group in optimizer.param_groups],
-        optimizer_class=make,  # type: ignore[arg-type]
-        process_group=mesh.process_group("sharded"),
-        # One broadcast per rank rather than per parameter; but it would undo other memory formats.
-        parameters_as_bucket_view=all(parameter.is_contiguous() for parameter in parameters),
-        **defaults,
-    )
+        divided = ZeroRedundancyOptimizer(
+            [dict(group) for group in optimizer.param_groups],
+            optimizer_class=lambda groups, **_: _take_part(optimizer, groups),  # type: ignore[arg-type]
+            process_group=mesh.process_group("sharded"),
+            # One broadcast per rank rather than per parameter; but it would undo other memory formats.
+            parameters_as_bucket_view=all(parameter.is_contiguous() for parameter in parameters),
+            **optimizer.defaults,
+        )
+    optimizer.param_groups = divided.param_groups  # for schedulers and hooks
+    _forward_hooks(optimizer, divided)
+    return divided
 
 
 def local_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
@@ -83,16 +85,10 @@ class DividedOptimizer(torch.optim.Optimizer):
 
     Args:
         optimizer: New optimizer of all parameters, whole or DTensors, whose other ranks are not in `group`.
-        make: Function that makes one like it, of other groups.
         group: Ranks among which parameters are divided, the largest first, each to the rank with the least so far.
     """
 
-    def __init__(
-        self,
-        optimizer: torch.optim.Optimizer,
-        make: Callable[[list[dict[str, Any]]], torch.optim.Optimizer],
-        group: Group,
-    ) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer, group: Group) -> None:
         super().__init__([dict(each) for each in optimizer.param_groups], dict(optimizer.defaults))
         self._group = group
         parameters = [parameter for each in self.param_groups for parameter in each["params"]]
@@ -104,7 +100,8 @@ class DividedOptimizer(torch.optim.Optimizer):
             self._owned[owner].append(parameter)
         mine = {id(parameter) for parameter in self._owned[group.rank]}
         parts = [[parameter for parameter in each["params"] if id(parameter) in mine] for each in self.param_groups]
-        self.local = make([{**each, "params": part} for each, part in zip(self.param_groups, parts, strict=True)])
+        held = [{**each, "params": part} for each, part in zip(self.param_groups, parts, strict=True)]
+        self.local = _take_part(optimizer, held)
         """Optimizer of the parameters that this rank updates."""
 
     @torch.no_grad()
@@ -124,3 +121,45 @@ def _check(optimizer: torch.optim.Optimizer) -> None:
             f"an optimizer that ranks share must be new, but got one that keeps state of {len(optimizer.state)} "
             "parameters; share it first, then load its state"
         )
+    step = vars(optimizer).get("step")
+    if step is not None and not hasattr(step, "_wrapped_by_lr_sched"):  # torch's schedulers count steps so
+        raise SettingsError(
+            "the step of an optimizer that ranks share must be its class's, but this "
+            f"{type(optimizer).__name__} has one of its own; write a class, or register_step_post_hook"
+        )
+
+
+def _take_part(optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+    """Return an optimizer of other groups that is the given one in all else, before and after each step."""
+    part = object.__new__(type(optimizer))
+    state = {"defaults": optimizer.defaults, "param_groups": groups, "state": defaultdict(dict)}
+    torch.optim.Optimizer.__setstate__(part, state)  # without the constructor of its class, which may take anything
+
+    kept: dict[str, Any] = {}
+
+    def copy(source: torch.optim.Optimizer, target: torch.optim.Optimizer) -> None:
+        changed = {n: v for n, v in vars(source).items() if n not in _OWN and not (n in kept and kept[n] is v)}
+        kept.update(changed)  # a step that calls its base class's may run hooks again, when nothing has changed here
+        vars(target).update(changed)
+
+    copy(optimizer, part)
+    part.register_step_pre_hook(lambda *_: copy(optimizer, part))
+    part.register_step_post_hook(lambda *_: copy(part, optimizer))
+    return part
+
+
+def _forward_hooks(optimizer: torch.optim.Optimizer, divided: torch.optim.Optimizer) -> None:
+    """Let steps of a divided optimizer run the hooks of the whole one, also those that come later."""
+
+    def before(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        given: tuple[Any, ...] = (optimizer, *args[1:])
+        for hook in [*optimizer._optimizer_step_pre_hooks.values()]:
+            given, kwargs = hook(optimizer, given, kwargs) or (given, kwargs)
+        return (args[0], *given[1:]), kwargs
+
+    def after(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        for hook in [*optimizer._optimizer_step_post_hooks.values()]:
+            hook(optimizer, (optimizer, *args[1:]), kwargs)
+
+    divided.register_step_pre_hook(before)
+    divided.register_step_post_hook(after)

@@ -96,7 +96,6 @@ class Replica:
         self.shard = find_shard(module, group or find_group(device))
         if self.shard.mesh is not None and self.shard.layout.shards_optimizer:
             self.optimizer = shard_optimizer(optimizer, self.shard.mesh)
-            optimizer.param_groups = self.optimizer.param_groups  # for schedulers of the optimizer that was given
         self._given_optimizer = optimizer
         self.group = self.shard.group
         self.sync = read_rule(sync)
