@@ -18,6 +18,7 @@ from paceline.parallel.context import check_attention, check_length, full_sequen
 from paceline.parallel.deferred import Construction
 from paceline.parallel.expert import check_experts, split_experts
 from paceline.parallel.fully_sharded import adopt_parameters, check_parameters, shard_module, tied
+from paceline.parallel.loss_graph import FormerParameters
 from paceline.parallel.mesh import Mesh
 from paceline.parallel.model_shard import ModelShard
 from paceline.parallel.parameter_hooks import check_hooks
@@ -84,7 +85,7 @@ def parallelize(
         raise SettingsError(
             "a loader must be made after parallelize, which assigns samples to ranks, but one exists; make it later"
         )
-    mesh = Mesh(world, axes)
+    mesh, former = Mesh(world, axes), FormerParameters(module)
     construction, sample = _begin_alike(module, layout, settings, sample, world, construction)
     blocks = agree_on_blocks(module, sample, mesh) if layout.shards_parameters else []
     plan: TensorPlan | None = None
@@ -113,6 +114,7 @@ def parallelize(
         tensor_split=tensor_split,
         reduce_scatter=CodedReduceScatter(module, mesh, sharded_codec) if sharded_codec is not None else None,
         experts=split_experts(module, mesh, sample),
+        former=former,
     )
     return _note(shard)
 

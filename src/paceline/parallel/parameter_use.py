@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
 from paceline.errors import SettingsError
+from paceline.parallel.loss_graph import check_parts
 from paceline.parallel.number_reads import refuse_reads_of_parts
 from paceline.parallel.own_forward import CALLS, running_forward
 from paceline.topology.layout import Layout
@@ -67,6 +68,8 @@ class ParameterUse:
         Raises:
             SettingsError: The loss uses a parameter of which ranks with samples of their own have parts.
         """
+        if self._layout.tensor > 1:
+            check_parts(loss, self._names, self._layout)
         operations = self._list_operations(loss, first)
         used = [node.variable for node in operations if isinstance(getattr(node, "variable", None), DTensor)]
         for variable in sorted(used, key=lambda variable: self._names.get(id(variable), "")):
