@@ -129,7 +129,9 @@ def train(function: LossOfModel, layout: dict[str, Any] | None) -> list[float]:
     if layout is not None:
         settings = PipelineSettings(num_micro_batches=2)
         model = paceline.parallelize(model, paceline.Layout(**layout), sample=tokens[:1, :-1], pipeline=settings)
-    replica = paceline.Replica(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    others = [parameter for name, parameter in model.named_parameters() if name != "head.weight"]
+    groups = [{"params": [model.head.weight]}, {"params": others}]
+    replica = paceline.Replica(model, torch.optim.SGD(groups, lr=0.1))
     losses, refused = [], []
 
     def measure_or_refuse(output: Tensor, part: Batch) -> Loss:
