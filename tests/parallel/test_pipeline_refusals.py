@@ -107,7 +107,7 @@ def test_a_hook_is_named_and_a_sample_of_one_is_enough_for_a_norm_over_samples()
     for rank in run_processes(2, refuse_hooks_and_take_two, timeout_s=50):
         of_hook, of_norm = rank.value
         assert of_hook.startswith("a parameter must have no hooks on its gradient for tensor(2)")
-        assert "but 0.weight has" in of_hook
+        assert "but 0.weight has; do it in a pre-hook of the optimizer (register_step_pre_hook)" in of_hook
         assert of_norm == ""
 
 
@@ -169,4 +169,4 @@ def test_a_loss_of_what_stages_keep_is_refused_by_name(kind: str, said: str) -> 
     first, last = (rank.value for rank in run_processes(2, use_what_was_kept, {"kind": kind}, timeout_s=50))
     assert last.startswith("SettingsError: ")
     assert said in last
-    assert said in first
+    assert first == f"{last} (said by rank 1)"
