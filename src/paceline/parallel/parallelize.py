@@ -89,11 +89,10 @@ def parallelize(
     construction, sample = _begin_alike(module, layout, settings, sample, world, construction)
     blocks = agree_on_blocks(module, sample, mesh) if layout.shards_parameters else []
     plan: TensorPlan | None = None
-    boundaries: dict[str, Any] = {}
     if layout.tensor > 1:
         sample = broadcast_sample(sample, world)
         plan = _agree_on_plan(module, tensor_plan, sample, mesh)
-        boundaries = _list_boundaries(module, sample, settings) if layout.pipeline > 1 else {}
+    boundaries = _list_boundaries(module, sample, settings) if min(layout.tensor, layout.pipeline) > 1 else {}
     is_context_split = layout.context > 1 and is_foreign(module)
     if is_context_split:
         check_tokens(sample, layout)
