@@ -99,6 +99,16 @@ def of_output(model: Any, output: Tensor, targets: Tensor) -> Tensor:
     return entropy(output, targets)
 
 
+def of_former(model: Any, output: Tensor, targets: Tensor) -> Tensor:
+    """A criterion that was made before the layout, with parameters of then."""
+    return entropy(output, targets) + 0.1 * sum(one.square().sum() for one in model.former)
+
+
+def of_hooked(model: Any, output: Tensor, targets: Tensor) -> Tensor:
+    """Activations that a user's hooks keep."""
+    return entropy(output, targets) + 0.1 * sum(one.square().mean() for one in model.kept.values())
+
+
 LossOfModel = Callable[[Any, Tensor, Tensor], Tensor]
 
 
@@ -110,10 +120,18 @@ def train(function: LossOfModel, layout: dict[str, Any] | None) -> list[float]:
     model: nn.Module = Net(has_experts=bool(layout and "expert" in layout)).double()
     tokens = torch.randint(VOCABULARY, (48, 9))
     dataset = torch.utils.data.TensorDataset(tokens[:, :-1], tokens[:, 1:])
+    if function is of_former:
+        vars(model)["former"] = [*model.parameters()]
+    if function is of_hooked:
+        vars(model)["kept"] = kept = {}
+        for name, layer in model.layers.named_children():
+            layer.qkv.register_forward_hook(lambda _, args, output, name=name: kept.update({name: output}))
     if layout is not None:
         settings = PipelineSettings(num_micro_batches=2)
         model = paceline.parallelize(model, paceline.Layout(**layout), sample=tokens[:1, :-1], pipeline=settings)
-    replica = paceline.Replica(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    others = [parameter for name, parameter in model.named_parameters() if name != "head.weight"]
+    groups = [{"params": [model.head.weight]}, {"params": others}]
+    replica = paceline.Replica(model, torch.optim.SGD(groups, lr=0.1))
     losses, refused = [], []
 
     def measure_or_refuse(output: Tensor, part: Batch) -> Loss:
@@ -152,12 +170,17 @@ LAYOUTS: list[tuple[dict[str, Any], dict[LossOfModel, str]]] = [
     ({"pipeline": 2}, {of_head: "", of_all: "of which embedding is on another rank"}),
     ({"expert": 2}, {of_norm: "", of_all: "mlp."}),
     ({"tensor": 2, "cut": True}, {of_norm: ""}),
+    ({"sharded": 2, "zero_stage": 1}, {of_former: "", of_hooked: ""}),
+    ({"context": 2}, {of_former: "", of_hooked: ""}),
+    ({"expert": 2}, {of_former: "as it was before, which expert(2) has replaced", of_hooked: ""}),
 ]
 
 
+FORMER = "must use the parameters that the model has since parallelize"
+KEPT = "uses values of the block around layers.0.qkv of which each rank has a part"
 QUICK: list[tuple[dict[str, Any], dict[LossOfModel, str]]] = [
-    ({"tensor": 2}, {of_norm: "", of_slope: f"{ONCE} tensor"}),
-    ({"sharded": 2}, {of_norm: "layers.1.qkv.weight", of_slope: f"{ONCE} sharded axis"}),
+    ({"tensor": 2}, {of_norm: "", of_slope: f"{ONCE} tensor", of_former: FORMER, of_hooked: KEPT}),
+    ({"sharded": 2}, {of_norm: "layers.1.qkv.weight", of_slope: f"{ONCE} sharded axis", of_former: FORMER}),
 ]
 
 

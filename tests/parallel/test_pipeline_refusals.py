@@ -107,7 +107,7 @@ def test_a_hook_is_named_and_a_sample_of_one_is_enough_for_a_norm_over_samples()
     for rank in run_processes(2, refuse_hooks_and_take_two, timeout_s=50):
         of_hook, of_norm = rank.value
         assert of_hook.startswith("a parameter must have no hooks on its gradient for tensor(2)")
-        assert "but 0.weight has" in of_hook
+        assert "but 0.weight has; do it in a pre-hook of the optimizer (register_step_pre_hook)" in of_hook
         assert of_norm == ""
 
 
@@ -134,3 +134,39 @@ def test_a_refusal_inside_a_step_is_the_error_that_the_user_sees() -> None:
     _, last = run_processes(2, refuse, timeout_s=50)
     said = ["SettingsError", "width must be even, but got 3; give 4", "KeyError('width')", "True"]
     assert last.value == said, last.output
+
+
+def use_what_was_kept(kind: str) -> str:
+    """Return what each rank says of a loss of parameters from before the layout, or of what hooks on layers keep."""
+    with join() as group:
+        model, kept = nn.Sequential(*(nn.Linear(3, 3) for _ in range(4))), {}
+        former = list(model.parameters())
+        for name, layer in model.named_children():
+            layer.register_forward_hook(lambda _, args, output, name=name: kept.update({name: output}))
+        used = former if kind == "former" else kept.values()
+
+        def measure(output: torch.Tensor, data: Any) -> torch.Tensor:
+            return output.sum() + sum(one.square().sum() for one in used)
+
+        part = parallelize(model, Layout(pipeline=2), group=group, sample=torch.ones(1, 3))
+        pipeline = find_shard(part, group).pipeline
+        assert pipeline is not None
+        try:
+            pipeline.run(torch.ones(4, 3), torch.zeros(4, dtype=torch.int64), measure)
+        except Exception as error:
+            return f"{type(error).__name__}: {error}"
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [
+        ("kept", "it misses what other stages keep, but it uses values that were made with 2."),
+        pytest.param("former", ".bias as it was before, which pipeline(2) has", marks=pytest.mark.slow),
+    ],
+)
+def test_a_loss_of_what_stages_keep_is_refused_by_name(kind: str, said: str) -> None:
+    first, last = (rank.value for rank in run_processes(2, use_what_was_kept, {"kind": kind}, timeout_s=50))
+    assert last.startswith("SettingsError: ")
+    assert said in last
+    assert first == f"{last} (said by rank 1)"

@@ -6,7 +6,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from paceline.errors import SettingsError
+from paceline.parallel.tensor_check import SplitCheck
 from paceline.parallel.tensor_derivation import find_plan
+from paceline.parallel.tensor_plan import TensorPlan
 
 WIDTH = 8
 
@@ -83,7 +85,38 @@ def normed() -> nn.Module:
     return nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(WIDTH, WIDTH)), nn.Linear(WIDTH, 4))
 
 
+class Clipped(nn.Module):
+    """Activations are clipped by a norm over all of them, which does nothing while they are small."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        return self.second(x * (8 / x.norm(dim=-1, keepdim=True)).clamp(max=1))
+
+
+class Late(Clipped):
+    """Another function from the fourth forward in training on."""
+
+    def __init__(self, *, in_buffer: bool = False) -> None:
+        super().__init__()
+        self.num_forwards: int | Tensor = 0
+        if in_buffer:
+            del self.num_forwards
+            self.register_buffer("num_forwards", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        self.num_forwards += self.training
+        return self.second(x.softmax(-1) if self.num_forwards > 3 else x.relu())
+
+
 FOUND = {
+    "clipped": (Clipped, {"first": "gathered_columns", "second": "sliced_rows"}),
+    "late": (Late, {"first": "gathered_columns", "second": "sliced_rows"}),
+    "late_in_buffer": (lambda: Late(in_buffer=True), {"first": "gathered_columns", "second": "sliced_rows"}),
     "residual": (Residual, {"first": "gathered_columns", "second": "sliced_rows"}),
     "adapted": (Adapted, {"base": "gathered_columns", "down": "gathered_columns", "up": "sliced_rows"}),
     "standardised": (
@@ -116,3 +149,38 @@ def test_a_model_without_such_is_told_of_its_own_maps(model: nn.Module, said: st
     sample = torch.randn(2, 8, 3) if isinstance(model[0], nn.Conv1d) else torch.randn(2, 3)
     with pytest.raises(SettingsError, match=said):
         find_plan(model, None, 2, sample)
+
+
+@pytest.mark.parametrize(("make", "when"), [(Clipped, "are 10 times larger"), (Late, "after 1000 forwards")])
+def test_a_plan_of_ones_own_is_refused_for_what_the_sample_does_not_show(make: type[nn.Module], when: str) -> None:
+    torch.manual_seed(0)
+    model, sample = make().eval(), torch.randn(3, WIDTH)
+    with pytest.raises(SettingsError, match=f"but the model, whose maps first, second .* {when}; name these maps"):
+        find_plan(model, {"first": "columns", "second": "rows"}, 2, sample)
+    assert vars(model).get("num_forwards", 0) == 0
+
+
+class Differs(nn.Module):
+    """A module that becomes another one once it is split, for tokens of zeros or after some steps."""
+
+    def __init__(self, when: str) -> None:
+        super().__init__()
+        self.first, self.when, self.num_forwards, self.is_split = nn.Linear(WIDTH, WIDTH), when, 0, False
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.num_forwards += self.training
+        is_different = (x == 0).all(-1).any() if self.when == "zeros" else self.num_forwards > 3
+        return self.first(x) * (2 if self.is_split and is_different else 1)
+
+
+@pytest.mark.parametrize(("kind", "when"), [("zeros", "for a sample of other values"), ("late", "after 1000 forwards")])
+def test_a_split_model_is_compared_where_the_sample_does_not_lead(kind: str, when: str) -> None:
+    torch.manual_seed(0)
+    model = Differs(kind).eval()
+    check = SplitCheck(model, [(model, torch.randn(1, 16, WIDTH), False)], TensorPlan({}), position=0, size=1)
+    assert check._find_difference() is None
+    model.is_split = True
+    said = check._find_difference()
+    assert said is not None
+    assert said.startswith("a split model must compute what the whole one does, but the model (Differs) returns")
+    assert when in said

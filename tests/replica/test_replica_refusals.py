@@ -10,7 +10,9 @@ from torch import nn
 
 from paceline.comm import LocalGroup
 from paceline.errors import CommunicationError, DivergenceError, GradientError, NonFiniteError, SettingsError
+from paceline.parallel.pipeline.absent import mark_missing
 from paceline.replica import Loss, Replica
+from paceline.replica.checks import check_optimizer
 from paceline.sync import DPSGD, EveryStep, LocalSGD
 from training_models import make_batch, make_module, make_replica, run_one_step
 
@@ -247,3 +249,11 @@ def test_a_backward_after_a_failed_update_is_refused_for_its_true_reason(sync, k
             replica.backward(replica(torch.ones(1, 2)).sum(), weight=1)
 
     LocalGroup.run(2, work)
+
+
+def test_parameters_of_other_stages_leave_their_groups():
+    module, elsewhere = nn.Linear(2, 2), nn.Parameter(torch.ones(2))
+    mark_missing(elsewhere, "head.bias, which only another stage has")
+    optimizer = torch.optim.SGD([{"params": [elsewhere]}, {"params": [module.weight]}], lr=0.1)
+    check_optimizer(optimizer, module)
+    assert [group["params"] for group in optimizer.param_groups] == [[], [module.weight]]

@@ -355,8 +355,12 @@ class OneStage:
     def __init__(self, module, activations):
         self.shared, self.place, self.last_place, self.module, self.activations = {}, 0, 0, module, activations
         self._driver = Pipeline.__new__(Pipeline)
+        self._driver.module = module
         self._driver._clock, self._driver.num_stages, self._driver._num_losses = Clock(DEVICE), 1, 0
-        self._driver.parameter_use, self._driver.stages = None, [SimpleNamespace(rebuild=lambda output: output)]
+        self._driver.check_loss, self._driver.stages = (
+            lambda loss, first: None,
+            [SimpleNamespace(rebuild=lambda output: output)],
+        )
 
     def run(self, inputs, data, loss, *, timed=False):
         self._driver._loss = lambda output, places: loss(output, data)

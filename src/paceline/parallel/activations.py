@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from paceline.errors import SettingsError
+from paceline.parallel.loss_graph import mark_part
 from paceline.parallel.second_order import differentiated_once
 
 
@@ -56,7 +57,7 @@ class Activations:
         if not self._is_cut:
             return whole
         length = num_tokens // self.device_mesh.size()
-        return whole.narrow(-2, self.place * length, length)
+        return mark_part(whole.narrow(-2, self.place * length, length))
 
     def join_features(self, part: Tensor) -> Tensor:
         """Return all features of activations of which each rank has some; all ranks go on with the same."""
@@ -75,7 +76,8 @@ class Activations:
         moved = DTensor.from_local(part, self.device_mesh, [source], run_check=False)
         if source != target:
             moved = moved.redistribute(placements=[target])
-        return differentiated_once(moved.to_local(grad_placements=None if gradient is None else [gradient]), "tensor")
+        own = moved.to_local(grad_placements=None if gradient is None else [gradient])
+        return differentiated_once(own if target.is_replicate() else mark_part(own), "tensor")
 
     def _decide(self, num_tokens: int) -> None:
         if not self.cuts_tokens:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from paceline.comm.torch_group import is_lost_peer
 from paceline.data.batch import call, list_tensors, map_tensors
 from paceline.errors import PacelineError, SettingsError
+from paceline.parallel.counters import NUM_LATER, find_counters
 from paceline.parallel.mesh import Mesh
 from paceline.parallel.padding import NotingContext, hide_tokens
 from paceline.parallel.split_forward import (
@@ -30,13 +31,9 @@ _TOLERANCES = {torch.float64: 1e-7, torch.float32: 1e-4}
 _HALF_TOLERANCE = 0.03
 _FLOOR = 1e-3
 """Part of the mean gradient below which a gradient is rounding, such as that of the bias of attention's keys."""
-_NUM_LATER = 1000
-"""Number of forwards after which a number that each changes is tried."""
 
 Place = tuple[str, int, int]
 """Name of a module, the number of its call, and of the tensor that it returned."""
-Numbers = list[tuple[dict[str, Any], str, Any]]
-"""Attributes that are numbers: their holder, name and value."""
 
 
 class ContextCheck:
@@ -80,12 +77,12 @@ class ContextCheck:
         with mode:
             for one in samples:
                 self._compare(one, when, trains=True)
-            counters = self._find_counters(sample)
+            counters = find_counters(self._module, lambda: call(self._module, map_tensors(torch.clone, sample)))
             with restored(self._module):
                 for holder, key, value in counters:
                     holder[key] = value
                 if counters and self._runs(sample):
-                    self._compare(sample, f" after {_NUM_LATER} steps")
+                    self._compare(sample, f" after {NUM_LATER} steps")
         return MaskCheck(self._mesh, self._split, refusals) if refusals else None
 
     def _compare_hidden(self, sample: Any) -> dict[bool, str]:
@@ -269,21 +266,6 @@ class ContextCheck:
         last = list(different.items())[-1:]  # in backward errors go on to what is before
         return {owner: what for owner, what in last if not found}
 
-    def _find_counters(self, sample: Any) -> Numbers:
-        """Return the numbers that each forward moves, with what they will be after many."""
-        before = _list_numbers(self._module)
-        with restored(self._module), torch.no_grad():
-            call(self._module, map_tensors(torch.clone, sample))
-            after: dict[tuple[int, str], Any] = {
-                (id(holder), key): value for holder, key, value in _list_numbers(self._module)
-            }
-        moved: Numbers = []
-        for holder, key, value in before:
-            now: Any = after.get((id(holder), key), value)
-            if now != value and type(now) is type(value):
-                moved.append((holder, key, value + _NUM_LATER * (now - value)))
-        return moved
-
     def _describe(self, different: Mapping[str, str], when: str) -> str:
         """Return the refusal of a model, by the first module that differs."""
         name, what = next(iter(different.items()))
@@ -321,15 +303,6 @@ def _copy_state(module: nn.Module) -> dict[str, Tensor]:
             if isinstance(value, Tensor) and value.is_floating_point():
                 state[f"{name}.{key}"] = value.detach().clone()
     return state
-
-
-def _list_numbers(module: nn.Module) -> Numbers:
-    return [
-        (vars(part), key, value)
-        for part in module.modules()
-        for key, value in vars(part).items()
-        if type(value) in (int, float)
-    ]
 
 
 def _tolerance(dtype: torch.dtype) -> float:

@@ -14,7 +14,7 @@ from typing import Any
 import torch._C._distributed_c10d as c10d
 
 from paceline.comm.heartbeat import describe_mismatch, run_within
-from paceline.errors import CommunicationError, MismatchError, PacelineError, PeerTimeoutError
+from paceline.errors import CommunicationError, MismatchError, PacelineError, PeerTimeoutError, SettingsError
 from paceline.parallel.gather_watch import read_mismatch
 from paceline.parallel.mesh import Mesh
 from paceline.topology.layout import AXES
@@ -56,6 +56,9 @@ def explain_failure(error: RuntimeError | CommunicationError, mesh: Mesh, what: 
     reports = _exchange(mine, mesh)
     names = mesh.world.names
     for rank, report in reports.items():
+        kind, _, sentence = report.said.partition(": ")
+        if kind == SettingsError.__name__:  # no rank is lost, and a new start would meet the same
+            return SettingsError(f"{sentence} (said by rank {names[rank]})")
         if report.said:
             return CommunicationError(f"{what} that rank {names[rank]} failed with {report.said}")
     for axis in AXES:

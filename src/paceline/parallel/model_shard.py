@@ -19,6 +19,7 @@ from paceline.parallel.fully_sharded import set_gradient_sync
 from paceline.parallel.gather_watch import GatherWatch
 from paceline.parallel.gradient_use import GradientUse, UseOfStep
 from paceline.parallel.local import local
+from paceline.parallel.loss_graph import FormerParameters
 from paceline.parallel.mesh import Mesh
 from paceline.parallel.parameter_use import ParameterUse, advise_sample
 from paceline.parallel.pipeline import Pipeline
@@ -47,6 +48,7 @@ class ModelShard:
         tensor_split: Split of the matrices, if they are split.
         reduce_scatter: Codec that sums gradients over the sharded axis, if there is one.
         experts: Exchanges of tokens with the ranks that share the experts.
+        former: Parameters that the module had before the layout.
     """
 
     def __init__(
@@ -61,6 +63,7 @@ class ModelShard:
         reduce_scatter: CodedReduceScatter | None = None,
         experts: Sequence[TokenExchange] = (),
         has_sample: bool = False,
+        former: FormerParameters | None = None,
     ) -> None:
         self.group = group
         self.mesh = mesh
@@ -70,6 +73,9 @@ class ModelShard:
         self.reduce_scatter = reduce_scatter
         self._tensor_split = tensor_split
         self._experts = experts
+        self._former = former
+        if former is not None:
+            former.forget(self.module)
         self._gathers_blocks = self.layout.shards_parameters and pipeline is None
         self._tied_groups: dict[str, Group] = {}
         self.world = mesh.world if mesh is not None else group
@@ -95,8 +101,8 @@ class ModelShard:
         """Search of losses for parameters of which this rank has a part."""
         if self.layout.tensor > 1 or self.layout.expert > 1 or self.layout.shards_parameters:
             self.parameter_use = ParameterUse(self.module, self.layout, has_sample=has_sample)
-            if pipeline is not None:
-                pipeline.parameter_use = self.parameter_use
+        if pipeline is not None:
+            pipeline.check_loss = self.check_loss
         self._use: GradientUse | None = None
         self._watch: GatherWatch | None = None
         if mesh is not None and self.layout.shards_parameters:
@@ -218,10 +224,17 @@ class ModelShard:
         """Return the context of a forward pass whose use of parameters is the model's own, not the loss's."""
         return self.parameter_use.forward() if self.parameter_use is not None else nullcontext()
 
-    def check_loss(self, loss: Tensor) -> None:
-        """Raise `SettingsError` if a loss uses parts of parameters itself that would be weighted wrongly."""
+    def check_loss(self, loss: Tensor, first: int = 0) -> None:
+        """Raise `SettingsError` if a loss uses itself what would be weighted wrongly, such as parts of parameters.
+
+        Args:
+            loss: The loss.
+            first: Number of the first operation that may be the loss's.
+        """
+        if self._former is not None:
+            self._former.check(loss, self.layout)
         if self.parameter_use is not None:
-            self.parameter_use.check(loss)
+            self.parameter_use.check(loss, first=first)
 
     def explain(self, error: BaseException) -> PacelineError | None:
         """Return what an error of torch means that comes from parts of parameters, or None."""

@@ -18,6 +18,7 @@ from paceline.parallel.context import check_attention, check_length, full_sequen
 from paceline.parallel.deferred import Construction
 from paceline.parallel.expert import check_experts, split_experts
 from paceline.parallel.fully_sharded import adopt_parameters, check_parameters, shard_module, tied
+from paceline.parallel.loss_graph import FormerParameters
 from paceline.parallel.mesh import Mesh
 from paceline.parallel.model_shard import ModelShard
 from paceline.parallel.parameter_hooks import check_hooks
@@ -82,15 +83,14 @@ def parallelize(
         _finish(construction, module, None, world)
         return _note(ModelShard(world, layout, module=module))
     _check_loaders(world)
-    mesh = Mesh(world, axes)
+    mesh, former = Mesh(world, axes), FormerParameters(module)
     construction, sample = _begin_alike(module, layout, settings, sample, world, construction)
     blocks, has_sample = agree_on_blocks(module, sample, mesh) if layout.shards_parameters else ([], False)
     plan: TensorPlan | None = None
-    boundaries: dict[str, Any] = {}
     if layout.tensor > 1:
         sample = broadcast_sample(sample, world)
         plan = _agree_on_plan(module, tensor_plan, sample, mesh)
-        boundaries = _list_boundaries(module, sample, settings) if layout.pipeline > 1 else {}
+    boundaries = _list_boundaries(module, sample, settings) if min(layout.tensor, layout.pipeline) > 1 else {}
     is_context_split = layout.context > 1 and is_foreign(module)
     if is_context_split:
         check_tokens(sample, layout)
@@ -112,6 +112,7 @@ def parallelize(
         reduce_scatter=CodedReduceScatter(module, mesh, sharded_codec) if sharded_codec is not None else None,
         experts=split_experts(module, mesh, sample),
         has_sample=has_sample,
+        former=former,
     )
     return _note(shard)
 

@@ -16,7 +16,10 @@ Hook = Callable[[Tensor], Tensor | None]
 
 _TOLERANCE = 32
 """Largest difference between a hook's result of a sum and the sum of its results, in roundings of the largest."""
-ADVICE = "do it between backward and update, or freeze with requires_grad_(False) what must not move"
+ADVICE = (
+    "do it in a pre-hook of the optimizer (register_step_pre_hook), which gets sums over ranks, clipped if they are, "
+    "or freeze with requires_grad_(False) what must not move"
+)
 
 
 def list_hooks(parameter: Tensor) -> list[Hook]:

@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
 from paceline.errors import SettingsError
+from paceline.parallel.loss_graph import check_parts
 from paceline.parallel.number_reads import refuse_reads_of_parts
 from paceline.parallel.own_forward import CALLS, running_forward
 from paceline.topology.layout import Layout
@@ -43,6 +44,7 @@ class ParameterUse:
     def __init__(self, module: nn.Module, layout: Layout, *, has_sample: bool = False) -> None:
         self._has_sample = has_sample
         self._names = {id(p): name for name, p in module.named_parameters() if isinstance(p, DTensor)}
+        self._meshes = [p.device_mesh for p in module.parameters() if isinstance(p, DTensor)]
         if self._names:
             refuse_reads_of_parts()
         self._modules = {id(part): name for name, part in module.named_modules()}
@@ -69,6 +71,8 @@ class ParameterUse:
         Raises:
             SettingsError: The loss uses a parameter of which ranks with samples of their own have parts.
         """
+        if self._layout.tensor > 1:
+            check_parts(loss, self._names, self._layout)
         operations = self._list_operations(loss, first)
         used = [node.variable for node in operations if isinstance(getattr(node, "variable", None), DTensor)]
         for variable in sorted(used, key=lambda variable: self._names.get(id(variable), "")):
@@ -90,18 +94,19 @@ class ParameterUse:
         """Return what an error of torch means that comes from a parameter of which this rank has a part, or None."""
         if not isinstance(error, RuntimeError) or not any(part in str(error) for part in _MIXED):
             return None
-        trace, used, reader, seen = error.__traceback__, "", None, False
+        trace, used, reader, seen = error.__traceback__, "", None, list[DTensor]()
         while trace is not None:
             values = trace.tb_frame.f_locals
             if trace.tb_frame.f_code in CALLS and id(values["self"]) in self._modules:
                 reader = self._modules[id(values["self"])]  # the innermost, so far
             tensors = [value for value in tree_leaves(list(values.values())) if isinstance(value, DTensor)]
-            used, seen = next(filter(None, map(self._find_name, tensors)), used), seen or bool(tensors)
+            used, seen = next(filter(None, map(self._find_name, tensors)), used), seen + tensors
             trace = trace.tb_next
-        if seen and not used:
+        if seen and not used and not any(one.device_mesh in self._meshes for one in seen):
             return None  # of DTensors that are no parameters of this model
         if reader is None:
-            return self._refuse(f"combines {used or 'parameters'} with tensors of its own")
+            used = used or ("values of parameters, such as their norms," if seen else "parameters")
+            return self._refuse(f"combines {used} with tensors of its own")
         inside = (name for name in self._names.values() if name.startswith(f"{reader}." if reader else ""))
         return self._refuse_model(reader, used or next(inside, "parameters"))
 

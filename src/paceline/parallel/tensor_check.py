@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -10,12 +10,13 @@ from torch import Tensor, nn
 from paceline.comm.group import Group
 from paceline.data.batch import call, list_tensors, map_tensors
 from paceline.errors import SettingsError
+from paceline.parallel.counters import NUM_LATER, Numbers, find_counters
 from paceline.parallel.local import local
 from paceline.parallel.model_shard import summed_gradient
 from paceline.parallel.tensor_plan import TensorPlan, place
 from paceline.parallel.tensor_proof import COUNTS, explaining_sample, relative_error, tolerance
 from paceline.parallel.tensor_styles import slice_of
-from paceline.parallel.trial import restored, training
+from paceline.parallel.trial import restored, training, vary
 
 _FLOOR = 1e-3
 """Part of the mean gradient below which a gradient is rounding, such as that of the bias of attention's keys."""
@@ -25,12 +26,30 @@ Runs = Sequence[tuple[nn.Module, Any, bool]]
 this rank holds."""
 
 
+def _same(inputs: Any) -> Any:
+    return inputs
+
+
+class _Varied(NamedTuple):
+    """A run of the whole model with something changed."""
+
+    when: str
+    """What was changed."""
+    change: Callable[[Any], Any]
+    """Function from the sample to that of the run."""
+    numbers: Numbers
+    """Attributes and buffers with other values."""
+    outputs: list[Tensor]
+    """Outputs of the run."""
+
+
 class SplitCheck:
     """Comparison of split modules with whole ones: outputs and all gradients for one sample.
 
     Made while modules are whole; `compare` runs after the split. Each costs one forward and one backward pass of a
-    sample as in training, without dropout, and a forward in evaluation, whatever the global batch; of the whole
-    gradients a rank keeps its own part only. A model that still draws random numbers in training is compared in
+    sample as in training, without dropout, one forward in evaluation, one of a sample of other values, and one with
+    what each forward counts where it will be after many, if there is such; of the whole gradients a rank keeps its own
+    part only. A model that still draws random numbers in training is compared in
     evaluation only.
 
     Args:
@@ -74,10 +93,31 @@ class SplitCheck:
             if any(map(self._error, others, self._outputs)):
                 self._mode = nullcontext
                 self._run_whole()
+            self._varied = self._run_varied()
 
     def _run_whole(self) -> None:
         with self._mode(self._module):
             self._outputs, self._seen = self._run()
+
+    def _run_varied(self) -> list["_Varied"]:
+        """Return the whole model's outputs for a sample of other values, and with numbers that its forwards move."""
+        with torch.no_grad(), self._mode(self._module):
+            counters = find_counters(self._module, self._call_all)
+            changes: list[tuple[str, Callable[[Any], Any], Numbers]] = [("for a sample of other values", vary, [])]
+            changes += [(f"after {NUM_LATER} forwards", _same, counters)] if counters else []
+            varied = []
+            for when, change, numbers in changes:
+                try:
+                    outputs, _ = self._run(change=change, numbers=numbers)
+                except Exception:  # such as an index out of range
+                    continue
+                if all(one.isfinite().any() for one in outputs):
+                    varied.append(_Varied(when, change, numbers, outputs))
+        return varied
+
+    def _call_all(self) -> None:
+        for module, inputs, _ in self._runs:
+            call(module, map_tensors(torch.clone, inputs))
 
     def compare(self, world: Group) -> None:
         """Raise `SettingsError` on all ranks if the split modules compute something else on one."""
@@ -93,6 +133,8 @@ class SplitCheck:
                 outputs, seen = self._run(calls)
             with torch.no_grad():  # torch's encoders then take other paths
                 evaluated, _ = self._run([])
+                with self._mode(self._module):
+                    varied = [self._run(calls, change=one.change, numbers=one.numbers) for one in self._varied]
         except (RuntimeError, ValueError, TypeError, IndexError, AssertionError) as error:
             return self._describe(
                 calls[-1] if calls else "", f"fails on a rank's part with {type(error).__name__}: {error}"
@@ -101,14 +143,17 @@ class SplitCheck:
             found = {name: summed_gradient(parameter) for name, parameter in self._module.named_parameters()}
             for parameter in self._module.parameters():
                 parameter.grad = None
-        for one, other in ((outputs, self._outputs), (evaluated, self._evaluated)):
+        compared = [(outputs, seen, self._outputs, ""), (evaluated, seen, self._evaluated, "")]
+        compared += [(*run, one.outputs, f" {one.when}") for run, one in zip(varied, self._varied, strict=True)]
+        for one, of_modules, other, when in compared:
             if torn := [(a, b) for a, b in zip(one, other, strict=True) if not self._fits(a, b)]:
                 a, b = (tuple(output.shape) for output in torn[0])
                 return self._describe("", f"returns a tensor of the shape {a}, a rank's part of one of {b},")
             worst = max((self._error(a, b) for a, b in zip(one, other, strict=True)), default=0.0)
             if worst:
-                name = next((n for n, value in self._pair_up(seen) if self._error(*value)), "")
-                return self._describe(name, f"returns values that differ by {worst:.1e} of their size")
+                pairs = self._pair_up(of_modules) if not when else ()
+                name = next((n for n, value in pairs if self._error(*value)), "")
+                return self._describe(name, f"returns values that differ by {worst:.1e} of their size{when}")
         return self._compare_gradients(found)
 
     def _compare_gradients(self, found: Mapping[str, Tensor | None]) -> str | None:
@@ -128,18 +173,26 @@ class SplitCheck:
         return None
 
     def _run(
-        self, calls: list[str] | None = None, first_seed: int = 0
+        self,
+        calls: list[str] | None = None,
+        first_seed: int = 0,
+        change: Callable[[Any], Any] = _same,
+        numbers: Numbers = (),
     ) -> tuple[list[Tensor], list[tuple[str, Tensor]]]:
         """Return outputs, and what each module returned, in the order of their ends; gradients if they are enabled.
 
         Args:
             calls: List for the names of the modules that are running.
             first_seed: Random seed of the first run.
+            change: Function from the inputs to those that are given.
+            numbers: Attributes and buffers, with the values that they have meanwhile.
         """
         seen: list[tuple[str, Tensor]] = []
         outputs: list[Tensor] = []
         running = [] if calls is None else calls
         with restored(self._module), ExitStack() as stack:
+            for holder, key, value in numbers:
+                holder[key] = value.clone() if isinstance(value, Tensor) else value
             for name, part in self._module.named_modules():
 
                 def enter(module: nn.Module, args: Any, name: str = name) -> None:
@@ -153,7 +206,8 @@ class SplitCheck:
                 stack.callback(part.register_forward_hook(leave).remove)
             for number, (module, inputs, is_sent) in enumerate(self._runs):
                 torch.manual_seed(first_seed + number)
-                given = map_tensors(self._cut, inputs) if calls is not None and is_sent else inputs
+                given = change(inputs)
+                given = map_tensors(self._cut, given) if calls is not None and is_sent else given
                 for output in (found := _floats(call(module, given))):
                     outputs.append(output.detach())
                 self._backward(found, len(outputs) - len(found))

@@ -15,7 +15,7 @@ from torch import nn
 
 from paceline.errors import SettingsError
 from paceline.parallel.tensor_plan import TensorPlan, check_plan, complete, is_known, make_plan
-from paceline.parallel.tensor_proof import Pair, Trace, list_attributes, list_pairs, prove, prove_alone
+from paceline.parallel.tensor_proof import Pair, Trace, find_variation, list_attributes, list_pairs, prove, prove_alone
 from paceline.parallel.tensor_styles import COLUMNS, Style, check, count_features, is_linear
 
 TRANSLATIONS: Mapping[str, Style] = {
@@ -121,7 +121,8 @@ def _prove_one(pair: Pair, own: Mapping[str, Style], size: int) -> _Proved | Non
     for styles in _list_styles(pair, own):
         if _fits(pair, styles, size):
             for attributes in list_attributes(pair, size):
-                if (partial := prove(pair, styles, attributes, size)) is not None:
+                partial = prove(pair, styles, attributes, size)
+                if partial is not None and not find_variation(pair, styles, attributes, size):
                     return {**styles, **dict.fromkeys(partial, "partial")}, attributes
     return None
 
@@ -173,6 +174,13 @@ def _find_attributes(styles: Mapping[str, Style], pairs: Sequence[Pair], size: i
             continue
         for seen in list_attributes(pair, size):
             if prove(pair, mine, seen, size) is not None:
+                if when := find_variation(pair, mine, seen, size):
+                    where, maps = pair.block or "the model", ", ".join(mine)
+                    raise SettingsError(
+                        f"a block must compute what the whole one does under the tensor plan, but {where}, whose maps "
+                        f"{maps} ranks share, does not {when}; name these maps 'gathered_columns' and 'sliced_rows' "
+                        "instead of columns and rows, or leave them out"
+                    )
                 attributes |= seen
                 done.add(pair.rows)
                 break

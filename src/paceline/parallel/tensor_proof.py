@@ -11,11 +11,12 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from paceline.data.batch import call, list_tensors
+from paceline.data.batch import call, list_tensors, map_tensors
 from paceline.errors import SettingsError
+from paceline.parallel.counters import NUM_LATER, Numbers, find_counters
 from paceline.parallel.split_forward import names_of_calls
 from paceline.parallel.tensor_styles import COLUMNS, Style, is_linear, is_transposed, own_part
-from paceline.parallel.trial import CACHES, restored
+from paceline.parallel.trial import CACHES, restored, training
 
 COUNTS = (
     *("num_heads", "n_heads", "n_head", "nhead", "heads", "num_attention_heads", "n_local_heads"),
@@ -26,6 +27,10 @@ COUNTS = (
 """Names of attributes that count heads or features, of which a rank may have to see its own number."""
 
 Attributes = Mapping[str, Mapping[str, Any]]
+
+_SCALE = 10.0
+"""Factor by which activations between maps are made larger."""
+_LARGER = f"where the activations in it are {_SCALE:.0f} times larger"
 
 
 @dataclass(frozen=True)
@@ -59,6 +64,8 @@ class Trace:
     def __init__(self, module: nn.Module, inputs: Any) -> None:
         self.modules = dict(module.named_modules())
         self.calls: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {}
+        self.counters: Numbers = []
+        """Numbers that each forward in training moves, with what they will be after many."""
         self.linear: list[tuple[str, Tensor]] = []
         self._outputs: dict[str, tuple[Tensor, int]] = {}
         self._repeated: set[str] = set()
@@ -72,6 +79,8 @@ class Trace:
             stack.enter_context(names_of_calls(module, uses.inside))
             with torch.enable_grad(), uses:  # else torch's encoder layers take a path around their children
                 call(module, inputs)
+        with explaining_sample(module), training(module):
+            self.counters = find_counters(module, lambda: call(module, map_tensors(torch.clone, inputs)))
         self.linear = [(name, given) for name, given in self.linear if name not in self._repeated | uses.elsewhere]
         self.changed = {name for name, (output, version) in self._outputs.items() if output._version != version}
         """Linear maps whose output is changed in place, which autograd forbids for gathered columns."""
@@ -202,6 +211,36 @@ def prove(pair: Pair, styles: Mapping[str, Style], attributes: Attributes, size:
     return sorted(partial)
 
 
+def find_variation(pair: Pair, styles: Mapping[str, Style], attributes: Attributes, size: int) -> str:
+    """Return where the ranks' parts of a proved block do not add up any more; empty if they always do.
+
+    Activations between its maps are made larger, of either sign, as training may make them, and numbers that each
+    forward moves are set to what they will be after many.
+    """
+    block = pair.trace.modules[pair.block]
+    held = {id(holder) for part in block.modules() for holder in (vars(part), part._buffers)}
+    counters = [one for one in pair.trace.counters if id(one[0]) in held]
+    tries: list[tuple[float, Numbers, str]] = [(sign * _SCALE, [], _LARGER) for sign in (1.0, -1.0)]
+    tries += [(1.0, counters, f"after {NUM_LATER} forwards")] if counters else []
+    for scale, numbers, when in tries:
+        try:
+            whole, _, end = _run(pair, (), scale=scale, numbers=numbers)
+            if end is None or not (whole.isfinite().all() and end.isfinite().all()):
+                continue  # no values that training reaches
+            parts = []
+            for place in range(size):
+                with _on_rank(pair.trace.modules, styles, attributes, place, size):
+                    output, _, own_end = _run(pair, (), whole, scale=scale, numbers=numbers)
+                if own_end is None or own_end.shape != end.shape or not is_close(own_end, end):
+                    return when
+                parts.append(output)
+        except (RuntimeError, ValueError, TypeError, IndexError, AssertionError):
+            return when
+        if any(part.shape != whole.shape for part in parts) or not is_close(sum(parts), whole):
+            return when
+    return ""
+
+
 def prove_alone(trace: Trace, name: str, style: Style, size: int) -> bool:
     """Return whether the ranks' parts of a linear map, for its own first input, make what all of it does."""
     if style == "gathered_columns" and name in trace.changed:
@@ -221,7 +260,12 @@ def prove_alone(trace: Trace, name: str, style: Style, size: int) -> bool:
 
 
 def _run(
-    pair: Pair, others: Iterable[nn.Parameter], added_up: Tensor | None = None
+    pair: Pair,
+    others: Iterable[nn.Parameter],
+    added_up: Tensor | None = None,
+    *,
+    scale: float = 1.0,
+    numbers: Numbers = (),
 ) -> tuple[Tensor, list[Tensor | None], Tensor | None]:
     """Return the output of a pair's last map, the gradients of the weights between the maps, and the block's output.
 
@@ -229,6 +273,8 @@ def _run(
         pair: The maps and their block.
         others: The weights.
         added_up: Sum of what the last map returns on all ranks, which goes on from there; None if this is all of it.
+        scale: Factor of the inputs of the first maps.
+        numbers: Attributes and buffers of the block, with the values that they have meanwhile.
     """
     modules = pair.trace.modules
     args, kwargs = pair.trace.calls[pair.block]
@@ -241,9 +287,12 @@ def _run(
         return None if added_up is None else added_up.clone()
 
     def detach(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        return tuple(one.detach() if isinstance(one, Tensor) else one for one in args)
+        given = (one.detach() if isinstance(one, Tensor) else one for one in args)
+        return tuple(one if scale == 1.0 or not isinstance(one, Tensor) else one * scale for one in given)
 
     with restored(modules[pair.block]), ExitStack() as stack, torch.enable_grad():
+        for holder, key, value in numbers:
+            holder[key] = value.clone() if isinstance(value, Tensor) else value
         stack.callback(modules[pair.rows].register_forward_hook(leave).remove)
         for name in pair.columns:
             stack.callback(modules[name].register_forward_pre_hook(detach).remove)

@@ -288,7 +288,11 @@ def _view(name: str, view: _View, *, is_own: bool) -> property:
         if parameter.device_mesh.ndim > 1:
             return parameter  # FSDP's part of a part, which it gathers before forward
         if parameter.requires_grad and torch.is_grad_enabled() and not is_in_forward():
-            return parameter.to_local() if parameter.placements[0].is_replicate() else parameter
+            if not parameter.placements[0].is_replicate():
+                return parameter
+            plain = parameter.to_local()
+            plain.retain_grad()  # so that optimizers take it, for which a replica then gives them the parameter
+            return plain
         part = parameter.to_local(grad_placements=(view.gradient,))
         if part.requires_grad and not is_own:
             part.register_hook(torch.clone)

@@ -3,16 +3,18 @@
 import inspect
 import math
 import warnings
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
+from itertools import compress
 from typing import Any, Literal, get_args
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from paceline.comm.group import Group
 from paceline.errors import GradientError, NonFiniteError, SettingsError
 from paceline.parallel.batch_norm import BatchNormScope, check_batch_norm
 from paceline.parallel.model_shard import ModelShard
+from paceline.parallel.pipeline.absent import find_missing
 from paceline.parallel.zero_redundancy import local_optimizer
 from paceline.registry import check_whole, validate
 from paceline.replica.landing import Landing, check_landing
@@ -146,8 +148,17 @@ def check_placement(parameters: Mapping[str, nn.Parameter], group: Group) -> Non
 
 
 def check_optimizer(optimizer: torch.optim.Optimizer, module: nn.Module) -> None:
-    """Refuse an optimizer of parameters that are not the module's."""
+    """Refuse an optimizer of parameters that are not the module's.
+
+    What a rank has no values of, since another stage of a pipeline has them, leaves its group. In the place of what
+    ``module.weight`` returns over a tensor axis, the parameter itself is taken.
+    """
     known = {id(parameter) for parameter in module.parameters()}
+    for group in optimizer.param_groups:
+        is_here = [find_missing(parameter) is None for parameter in group["params"]]
+        group["params"] = [_find_parameter(one, known) for one in compress(group["params"], is_here)]
+        if "param_names" in group:
+            group["param_names"] = list(compress(group["param_names"], is_here))
     held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     strangers = sum(id(parameter) not in known for parameter in held)
     if strangers:
@@ -155,6 +166,14 @@ def check_optimizer(optimizer: torch.optim.Optimizer, module: nn.Module) -> None
             f"the optimizer must hold parameters of the module only, but {strangers} of its {len(held)} are not; "
             "build it from module.parameters() after the module is complete"
         )
+
+
+def _find_parameter(given: Tensor, known: Container[int]) -> Tensor:
+    """Return the parameter that a rank's view of it is of, or the tensor itself."""
+    if id(given) in known or given.grad_fn is None or "ToTorchTensor" not in given.grad_fn.name():
+        return given
+    parameter = getattr(given.grad_fn.next_functions[0][0], "variable", given)
+    return parameter if id(parameter) in known else given
 
 
 def check_momentum(optimizer: torch.optim.Optimizer) -> None:

@@ -14,9 +14,10 @@ from paceline.comm.group import Group
 from paceline.comm.torch_group import is_lost_peer
 from paceline.data.batch import list_tensors, map_tensors, select
 from paceline.errors import PacelineError, SettingsError
+from paceline.parallel.loss_graph import check_kept
 from paceline.parallel.mesh import Mesh
 from paceline.parallel.mismatch import explain_failure, report_failure
-from paceline.parallel.parameter_use import ParameterUse, next_operation
+from paceline.parallel.parameter_use import next_operation
 from paceline.parallel.pipeline.absent import Tracking, computing_loss, find_missing
 from paceline.parallel.pipeline.costs import cut
 from paceline.parallel.pipeline.forward import Description, ForwardPass
@@ -102,8 +103,8 @@ class Pipeline:
             if self._place_of(index) == self.place
         ]
         """Stages of this rank."""
-        self.parameter_use: ParameterUse | None = None
-        """Search of losses for parameters of which this rank has a part, if ranks share any."""
+        self.check_loss: Callable[[Tensor, int], None] = lambda loss, first: None
+        """Function that refuses losses which use what this rank has a part of, given their first operation's number."""
         self.times: PipelineTimes | None = None
         """Times of the last timed step."""
 
@@ -313,8 +314,8 @@ class Pipeline:
                 f"the loss of a pipeline must use what its last stage has, but it comes from {missing}; compute it "
                 "from the output and the batch, or set Layout(pipeline=1) (--layout.pipeline 1)"
             )
-        if self.parameter_use is not None:
-            self.parameter_use.check(loss, first=first)
+        check_kept(loss, list_tensors(output), first, self.module)
+        self.check_loss(loss, first)
         self._num_losses += 1
         return loss if loss._base is None else loss.clone()  # a split backward detaches it in place
 
