@@ -93,7 +93,7 @@ def check_kept(loss: Tensor, outputs: Iterable[Tensor], first: int, module: nn.M
         loss: The loss.
         outputs: Outputs of the last stage.
         first: Number of the first operation that may be the loss's.
-        module: What this rank has of the model.
+        module: Part of the model on this rank.
     """
     given = {one.grad_fn for one in outputs}
     pending = [loss.grad_fn] if loss.grad_fn is not None else []

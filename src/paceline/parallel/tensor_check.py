@@ -34,7 +34,7 @@ class _Varied(NamedTuple):
     """A run of the whole model with something changed."""
 
     when: str
-    """What was changed."""
+    """Words for the change, at the end of a refusal."""
     change: Callable[[Any], Any]
     """Function from the sample to that of the run."""
     numbers: Numbers
