@@ -101,7 +101,7 @@ def test_copies_undo_what_a_broken_step_has_applied(tmp_path, monkeypatch, chang
         assert_equal(seen[1, name].optimizer, optimizer, atol=0)
 
 
-class Counting(nn.Module):
+class Drifting(nn.Module):
     """A network whose forward changes saved buffers, and one that is not saved, of which its output depends too."""
 
     def __init__(self):
@@ -115,10 +115,10 @@ class Counting(nn.Module):
         return self.layers(inputs[:, 1:] + 0.1 * self.drift)
 
 
-@register("counting_network")
-class CountingNetwork(Model):
+@register("drifting_network")
+class DriftingNetwork(Model):
     def build(self, spec):
-        return Counting()
+        return Drifting()
 
 
 PLACES = {
@@ -135,7 +135,7 @@ def test_a_worker_lost_around_the_exchange_of_buffers_costs_no_state_and_no_bit(
     calls = itertools.count()
     lose = lose_in(owner, method, lambda *arguments: is_there(*arguments) and next(calls) == LOST_STEP)
     settings = {
-        "model": CountingNetwork(),
+        "model": DriftingNetwork(),
         "num_virtual_workers": 4,
         "num_threads": 1,
         "checkpoint_interval": 9,

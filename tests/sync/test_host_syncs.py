@@ -137,7 +137,7 @@ def test_which_sharded_parameters_were_used_is_known_without_waiting(has_codec, 
     def work(group):
         group.device = DEVICE
         coded = SimpleNamespace(take_flags=lambda: torch.ones(2, device=DEVICE)) if has_codec else None
-        use = GradientUse(torch.nn.Linear(2, 2), [], group, coded)
+        use = GradientUse(torch.nn.Linear(2, 2), [], group, "", coded)
         use._used = {"weight"} if group.rank else set()
         with recorded_syncs() as syncs:
             found = use.exchange(LocalGroup(device=DEVICE), **settings)
