@@ -3,10 +3,10 @@
 import numpy as np
 import pytest
 import torch
-from file_samples import make_images, write_shards
+from file_samples import draw_image, make_images, write_shards
 
 from paceline.comm import LocalGroup
-from paceline.data import FileData, NoIndexWarning, Spec
+from paceline.data import FileData, FileSource, Images, Mixture, NoIndexWarning, Spec
 from paceline.data.content import agree_on_content
 from paceline.data.formats.index import write_index
 from paceline.data.formats.opening import open_place
@@ -103,6 +103,68 @@ def test_classes_that_nobody_knows_must_be_given(tmp_path):
         FileData(path=str(tmp_path)).open()
     with pytest.warns(NoIndexWarning):
         assert FileData(path=str(tmp_path), num_classes=7, held_out_fraction=0.5).open().train.spec.num_classes == 7
+
+
+def write_classes(folder, *classes):
+    for name in classes:
+        (folder / name).mkdir(parents=True)
+        (folder / name / "0.png").write_bytes(draw_image(0))
+    write_index(open_place(folder), "auto")
+    return str(folder)
+
+
+def read_labels(source):
+    return source.read(np.arange(len(source)))[1].tolist()
+
+
+def test_classes_have_one_number_in_all_folders_of_a_run(tmp_path):
+    train, some, other = (
+        write_classes(tmp_path / "-".join(names), *names)
+        for names in (("cat", "dog", "owl"), ("dog", "owl"), ("bird", "cat"))
+    )
+    splits = FileData(path=train, held_out=some, size=8).open()
+    assert (read_labels(splits.train), read_labels(splits.held_out)) == ([0, 1, 2], [1, 2])
+    one = write_classes(tmp_path / "one", "owl")
+    assert read_labels(FileData(path=train, held_out=one, size=8).open().held_out) == [2]
+    with pytest.raises(DataError, match=r"must be among cat, dog, owl, but got bird; name all classes in --data"):
+        FileData(path=train, held_out=other, size=8).open()
+    whole = ("bird", "cat", "dog", "owl")
+    splits = FileData(path=train, held_out=other, classes=whole, size=8).open()
+    assert splits.train.spec == Spec(4, (3, 8, 8))
+    assert (read_labels(splits.train), read_labels(splits.held_out)) == ([1, 2, 3], [0, 1])
+    for classes in (("bird", "cat", "cat"), ("a", "b")):
+        with pytest.raises((DataError, SettingsError), match=r"data\.classes"):
+            FileData(path=other, held_out=other, classes=classes).open()
+    write_shards(tmp_path / "tar", "tar", make_images(4))
+    with pytest.raises(SettingsError, match=r"data\.classes must be different names, for a folder of images"):
+        FileData(path=str(tmp_path / "tar"), held_out=some, classes=whole).open()
+
+
+def test_mixed_folders_number_their_classes_alike(tmp_path):
+    names = (("cat", "dog"), ("bird", "cat"))
+    folders = [write_classes(tmp_path / str(number), *each) for number, each in enumerate(names)]
+    alike = Mixture(
+        sources=[FileData(path=each, held_out=each, size=8, classes=("bird", "cat", "dog")) for each in folders]
+    ).open()
+    assert (read_labels(alike.train), alike.train.spec.num_classes) == ([1, 2, 0, 1], 3)
+    for number, each in enumerate(names):
+        for side in ("train", "val"):
+            write_classes(tmp_path / "Images" / str(number) / side, *each)
+    files = [FileData(path=each, held_out=each, size=8) for each in folders]
+    images = [Images(path=tmp_path / "Images" / str(number), size=8) for number in range(2)]
+    for sources in (files, images):
+        with pytest.raises(DataError, match=r"the same numbers, but got .* classes: \[\"bird\", \"cat\", \"dog\"\]"):
+            Mixture(sources=sources).open()
+
+
+def test_a_class_that_appears_while_data_grows_is_refused(tmp_path):
+    source = FileSource(write_classes(tmp_path, "b", "c"), grows=True)
+    (tmp_path / "d").mkdir()
+    (tmp_path / "d" / "0.png").write_bytes(draw_image(1))
+    write_index(open_place(tmp_path), "auto")
+    shards = source.list_shards(looks=True)
+    with pytest.raises(DataError, match=r"class folders of .* must be among b, c, but got d"):
+        source.take_shards(len(shards))
 
 
 def test_ranks_of_a_run_agree_on_the_content(tmp_path):
