@@ -4,10 +4,13 @@ import numpy as np
 import pytest
 import torch
 from file_samples import draw_image, make_images, write_shards
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from paceline.comm import LocalGroup
 from paceline.data import FileData, FileSource, Images, Mixture, NoIndexWarning, Spec
 from paceline.data.content import agree_on_content
+from paceline.data.formats.held_out import PartOfSource
 from paceline.data.formats.index import write_index
 from paceline.data.formats.opening import open_place
 from paceline.data.image_decoding import decode_image
@@ -23,7 +26,8 @@ def test_images_of_a_folder_and_of_shards_are_the_same_samples(tmp_path):
         here, there = (source.read(np.arange(len(source))) for source in (one, other))
         assert torch.equal(here[0], there[0])
         assert torch.equal(here[1], there[1])
-    first = decode_image(make_images(20)[1]["image"], 8, name="") / 127.5 - 1
+    number = tar.train._map(np.arange(1)).item()
+    first = decode_image(make_images(20)[number]["image"], 8, name="") / 127.5 - 1
     np.testing.assert_allclose(tar.train.read(np.arange(1))[0][0].permute(1, 2, 0), first, atol=1e-6)
 
 
@@ -34,7 +38,6 @@ def test_the_held_out_part_and_the_rest_are_all_samples_once(tmp_path):
     source = splits.train.source
     mine = [source.locate(part._map(np.arange(len(part)))) for part in (splits.train, splits.held_out)]
     assert sorted(mine[0] + mine[1]) == sorted(source.locate(np.arange(23)))
-    assert mine[1][0] == source.locate(np.array([0]))[0]
     assert sum(splits.train.shard_sizes) == 17
     assert [
         a + b for a, b in zip(splits.train.shard_sizes, splits.held_out.shard_sizes, strict=True)
@@ -42,8 +45,64 @@ def test_the_held_out_part_and_the_rest_are_all_samples_once(tmp_path):
     assert splits.train.fingerprint == source.fingerprint
     other = FileData(path=str(tmp_path), size=8, held_out=str(tmp_path)).open()
     assert (len(other.train), len(other.held_out)) == (23, 23)
-    with pytest.raises(DataError, match="must hold at least 100 samples for one of them to be held out, but holds 23"):
+    with pytest.raises(
+        DataError, match=r"must hold at least 100 samples for some of them to be held out .*, but has 23 samp"
+    ):
         FileData(path=str(tmp_path), held_out_fraction=0.01).open()
+
+
+class Numbered:
+    """As much of a `FileSource` as `PartOfSource` asks for."""
+
+    spec, is_thread_safe, stacks, collate_fn, fingerprint = Spec(), True, True, None, ""
+
+    def __init__(self, shard_sizes, *, grows=False):
+        self.shard_sizes, self.grows = shard_sizes, grows
+
+    def __len__(self):
+        return sum(self.shard_sizes)
+
+
+def list_parts(source, fraction):
+    parts = [PartOfSource(source, fraction, held_out=held_out) for held_out in (False, True)]
+    ends = np.cumsum(source.shard_sizes)
+    found = [part._map(np.arange(len(part))) for part in parts]
+    for part, indices in zip(parts, found, strict=True):
+        assert np.array_equal(indices, np.sort(indices))
+        assert part.shard_sizes == np.bincount(np.searchsorted(ends, indices, "right"), minlength=len(ends)).tolist()
+    assert sorted(np.concatenate(found).tolist()) == list(range(len(source)))
+    return found
+
+
+@settings(deadline=None, derandomize=True, max_examples=60)
+@given(
+    sizes=st.lists(st.integers(0, 90), min_size=1, max_size=6),
+    fraction=st.sampled_from([0.001, 0.1, 0.25, 1 / 3, 0.4, 0.5, 0.6, 0.63, 0.9, 0.999]),
+    grows=st.booleans(),
+)
+def test_any_fraction_is_held_out_of_any_number_of_samples(sizes, fraction, grows):
+    num_samples = sum(sizes)
+    expected = num_samples * fraction
+    try:
+        train, held_out = list_parts(Numbered(sizes, grows=grows), fraction)
+    except DataError:
+        assert min(expected, num_samples - expected) < (100 if grows else 1)
+        return
+    if not grows:
+        assert abs(len(held_out) - expected) <= 0.5 + 1e-9
+    more = list_parts(Numbered([*sizes, 70], grows=True), fraction)
+    if grows:
+        assert [side[side < num_samples].tolist() for side in more] == [train.tolist(), held_out.tolist()]
+
+
+@pytest.mark.parametrize("fraction", [0.001, 0.01, 0.1, 0.2, 0.4, 0.5, 0.6, 0.9])
+@pytest.mark.parametrize("period", [2, 5, 10])
+def test_what_is_held_out_has_no_period_of_the_data(fraction, period):
+    _, held_out = list_parts(Numbered([100_000]), fraction)
+    counts = np.bincount(held_out % period, minlength=period)
+    assert counts.sum() == round(100_000 * fraction)
+    spread = np.sqrt(100_000 / period * fraction * (1 - fraction))
+    assert np.abs(counts - 100_000 / period * fraction).max() < 4 * spread
 
 
 @pytest.mark.parametrize(("name", "kind"), [("a.bin", "<u2"), ("a.npy", "int32"), ("a.txt", "uint8")])
@@ -56,11 +115,15 @@ def test_tokens_and_text_are_windows(tmp_path, name, kind):
     write_index(open_place(tmp_path), "auto")
     splits = FileData(path=str(tmp_path), sequence_length=10, held_out_fraction=0.5).open()
     assert (len(splits.train), len(splits.held_out)) == (5, 5), "two tokens are left over"
+    first = splits.held_out._map(np.array([1])).item() * 10
     inputs, targets = splits.held_out.read(np.array([0, 1]))
-    assert inputs[1].tolist() == list(range(20, 30))
-    assert targets[1].tolist() == list(range(21, 31))
+    assert inputs[1].tolist() == list(range(first, first + 10))
+    assert targets[1].tolist() == list(range(first + 1, first + 11))
     assert splits.train.source.shard_sizes == [10]
-    with pytest.raises(BadSample, match=r"below data.vocab_size = 20, but got 20 to 30; set data.vocab_size to 31"):
+    with pytest.raises(
+        BadSample,
+        match=rf"below data.vocab_size = 20, but got {first} to {first + 10}; set data.vocab_size to {first + 11}",
+    ):
         FileData(path=str(tmp_path), sequence_length=10, vocab_size=20, held_out_fraction=0.5).open().held_out.read(
             np.array([1])
         )

@@ -67,7 +67,7 @@ class FileData(Data):
     held_out: str = ""
     """Folder or file of held-out data of the same format; by default a part of the data itself."""
     held_out_fraction: float = Field(0.1, gt=0, lt=1)
-    """Fraction of the samples that is held out, at equal distances, where `held_out` is not given."""
+    """Fraction of the samples that is held out, drawn at random by their indices, where `held_out` is not given."""
     snapshot: str = ""
     """Fingerprint of the data, or its first 8 characters or more, without which a run does not start."""
     store: StoreSettings = StoreSettings()
@@ -94,13 +94,8 @@ class FileData(Data):
             )
         if self.held_out:
             return Splits(source, self._open(self.held_out, "", named))
-        distance = max(2, round(1 / self.held_out_fraction))
-        if len(source) < distance:
-            raise DataError(
-                f"{self.path} must hold at least {distance} samples for one of them to be held out, but holds "
-                f"{len(source)}; give --data.held_out, or a larger --data.held_out_fraction"
-            )
-        return Splits(PartOfSource(source, distance, held_out=False), PartOfSource(source, distance, held_out=True))
+        fraction = self.held_out_fraction
+        return Splits(PartOfSource(source, fraction, held_out=False), PartOfSource(source, fraction, held_out=True))
 
     def _open(self, path: str, snapshot: str, classes: tuple[str, ...]) -> FileSource:
         source = FileSource(
