@@ -104,6 +104,7 @@ class FileSource(Source):
         self._found = find_index(place, format, sequence_length)
         self._take(self._found, len(self._found.manifest.files))
         self.manifest.check_snapshot(snapshot, self._place)
+        self._warn_of_ignored_files()
         if not self.manifest.has_digests:
             warnings.warn(
                 f"{self._place} has no index, so that only sizes of files identify its content; make one: "
@@ -138,6 +139,20 @@ class FileSource(Source):
         self._shard_sizes = [self._num_samples] if index.form.is_one_shard else [file.num_samples for file in files]
         storage = self._where.storage
         self.storage: Storage = VerifiedStorage(storage, manifest) if self._verify else storage
+
+    def _warn_of_ignored_files(self) -> None:
+        """Warn of files that a person may take for a part of the data; of data that grows they may be taken later."""
+        short = [file.path for file in self.manifest.files if file.num_bytes and not file.num_samples]
+        for paths, reason in (
+            (self._found.ignored, f"are no part of its {self.manifest.format} data; index it again, or move them"),
+            (
+                short if self._found.form.is_strided else [],
+                "give no sample, as they are shorter than one; lower sequence_length, or join them",
+            ),
+        ):
+            if paths and not self.grows:
+                some = ", ".join(paths[:3]) + (f" and {len(paths) - 3} more" if len(paths) > 3 else "")
+                warnings.warn(f"files of {self._place} {reason}: {some}", stacklevel=3)
 
     def _number_classes(self, form: str, about: dict[str, Any], files: Sequence[FileRecord]) -> dict[str, Any]:
         """Return the facts of the data with the classes as they were given, or as they were when it was opened."""
