@@ -96,7 +96,7 @@ def test_any_fraction_is_held_out_of_any_number_of_samples(sizes, fraction, grow
 
 
 @pytest.mark.parametrize("fraction", [0.001, 0.01, 0.1, 0.2, 0.4, 0.5, 0.6, 0.9])
-@pytest.mark.parametrize("period", [2, 5, 10])
+@pytest.mark.parametrize("period", [2, 5, 10, 11])
 def test_what_is_held_out_has_no_period_of_the_data(fraction, period):
     _, held_out = list_parts(Numbered([100_000]), fraction)
     counts = np.bincount(held_out % period, minlength=period)
