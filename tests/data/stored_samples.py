@@ -15,8 +15,8 @@ from paceline.errors import DataError
 class CountingStorage(Storage):
     """Files in memory, of which each read is counted."""
 
-    def __init__(self, files, gate=None):
-        self.files, self.gate = dict(files), gate
+    def __init__(self, files, gate=None, version="first"):
+        self.files, self.gate, self.version = dict(files), gate, version
         self.reads: list[tuple[str, int, int]] = []
         self._turn = threading.Lock()
 
@@ -28,7 +28,7 @@ class CountingStorage(Storage):
         return [self.find(path) for path in sorted(self.files) if path.startswith(prefix)]
 
     def find(self, path):
-        return FileInfo(path, len(self.files[path]), "first") if path in self.files else None
+        return FileInfo(path, len(self.files[path]), self.version) if path in self.files else None
 
     def read(self, path, start=0, num_bytes=None, *, version=""):
         if self.gate is not None:

@@ -289,6 +289,17 @@ def test_an_object_that_changes_between_two_epochs_is_never_trained_on(opened, m
     assert set(second) <= set(first)
 
 
+def test_without_a_version_only_blocks_with_a_digest_outlast_a_run(opened, tmp_path):
+    for content, num_fetched in ((b"old", [1, 1]), (b"new", [1, 1]), (b"new", [1, 0])):
+        files = {"with": content * 100, "without": content * 100}
+        store = CountingStorage(files, version="")
+        digests = {"with": [blake3(files["with"]).hexdigest()]}
+        cached = cache(store, opened, disk=disk_of(tmp_path, store, 8), digests=digests.get)
+        assert [cached.read(path) for path in files] == list(files.values())
+        cached.close()
+        assert [sum(path == read for read, _, _ in store.reads) for path in ("without", "with")] == num_fetched
+
+
 def test_a_full_disk_means_streaming_with_one_warning(store, opened, tmp_path, monkeypatch):
     disk = disk_of(tmp_path, store, NUM_BLOCKS)
     cached = cache(store, opened, disk=disk, num_parallel=1)

@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+import warnings
 
 import numpy as np
 import pytest
@@ -285,3 +286,31 @@ def test_a_replaced_file_is_read_anew(tmp_path):
     storage.write("a", b"4567")
     assert storage.read("a") == b"4567"
     assert storage.read_ranges("a", [(3, 1), (0, 2)]) == [b"7", b"45"]
+
+
+def test_files_that_are_no_part_of_the_data_are_told(tmp_path):
+    def told(path, **given):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            FileSource(path, **given)
+        return [str(one.message) for one in caught if not isinstance(one.message, NoIndexWarning)]
+
+    write_shards(tmp_path / "rows", "jsonl", [{"__key__": "0", "n": 1}], 1)
+    (tmp_path / "rows" / "README.md").write_text("rows")
+    (tmp_path / "rows" / "plot.png").write_bytes(b"")
+    assert told(tmp_path / "rows") == []
+    for name in ("late.jsonl", "more.jsonl.gz"):
+        (tmp_path / "rows" / name).write_bytes(b"")
+    (warning,) = told(tmp_path / "rows")
+    assert "are no part of its jsonl data; index it again, or move them: late.jsonl, more.jsonl.gz" in warning
+    assert told(tmp_path / "rows", grows=True) == []
+    write_shards(tmp_path / "images", "folder", make_images(4), 1, indexed=False)
+    for number in range(5):
+        (tmp_path / "images" / f"{number}.gif").write_bytes(b"GIF89a")
+    (warning,) = told(tmp_path / "images")
+    assert "0.gif, 1.gif, 2.gif and 2 more" in warning
+    (tmp_path / "tokens").mkdir()
+    for name, size in (("a.bin", 100), ("b.bin", 20), ("c.bin", 0)):
+        (tmp_path / "tokens" / name).write_bytes(bytes(size))
+    (warning,) = told(tmp_path / "tokens", sequence_length=20)
+    assert warning.endswith("give no sample, as they are shorter than one; lower sequence_length, or join them: b.bin")

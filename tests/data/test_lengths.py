@@ -50,6 +50,16 @@ def test_leaves_are_padded_labels_ask_nothing_and_a_mask_tells_what_is_padding()
     assert batch["id"].tolist() == [3, 1]
 
 
+def test_leaves_as_long_as_the_first_get_its_length_and_what_has_a_fixed_one_keeps_it():
+    def shapes(*sizes, **given):
+        samples = [(torch.arange(n), {"ids": torch.arange(n), "image": torch.zeros(9)}) for n in sizes]
+        inputs, targets = Padding(multiple_of=4, **given)(samples)
+        return [tuple(one.shape) for one in (inputs, targets["ids"], targets["image"])]
+
+    assert shapes(5, 5) == shapes(5, 6) == [(2, 8), (2, 8), (2, 9)], "a context axis cuts inputs and targets alike"
+    assert shapes(5, 5, leaves=("0", "1.image")) == [(2, 12), (2, 5), (2, 12)], "named leaves get one length"
+
+
 def test_a_pair_gets_its_mask_as_one_more_input():
     (ids, mask), targets = Padding(value=7, mask="mask")(
         [(torch.ones(2), torch.ones(2)), (torch.ones(1), torch.ones(1))]

@@ -28,3 +28,15 @@ def test_a_missing_or_short_file_is_named(tmp_path):
     storage.write("a.bin", b"abc")
     with pytest.raises(DataError, match=r"a\.bin must have 6 bytes, but has 3"):
         storage.read("a.bin", 2, 4)
+
+
+def test_folders_that_are_links_are_listed_and_those_that_lead_round_are_not(tmp_path):
+    for name in ("root/a", "root/b", "elsewhere"):
+        (tmp_path / name).mkdir(parents=True)
+        (tmp_path / name / "1").write_bytes(b"1")
+    (tmp_path / "root" / "c").symlink_to(tmp_path / "elsewhere")
+    (tmp_path / "elsewhere" / "round").symlink_to(tmp_path / "root")
+    (tmp_path / "root" / "a" / "b").symlink_to(tmp_path / "root" / "b")
+    (tmp_path / "root" / "b" / "a").symlink_to(tmp_path / "root" / "a")
+    found = [file.path for file in LocalStorage(tmp_path / "root").list_files()]
+    assert found == ["a/1", "a/b/1", "b/1", "b/a/1", "c/1"]

@@ -5,9 +5,13 @@ import itertools
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 from store_fixtures import QUICK, faulty_store, moto_server, use_endpoint
 
+from paceline.data import FileSource
+from paceline.data.formats.index import BLOCKS, MANIFEST, RECORDS, write_index
+from paceline.data.formats.opening import INDEX_FOLDER, open_place
 from paceline.data.storage import FsspecStorage, LocalStorage, ObjectStorage, StoreSettings, is_url, objects, open_store
 from paceline.errors import DataError, SettingsError, StorageError
 from paceline.testing.object_server import FaultProxy, ObjectServer
@@ -179,6 +183,33 @@ def test_what_fsspec_reaches_is_a_storage():
         storage.read("b.bin", version=before)
     storage.remove(["b.bin", "x/a.bin", "none"])
     assert storage.list_files() == []
+
+
+@pytest.mark.parametrize("mark", ["modificationTime", "last_write_time", ""])
+def test_replaced_data_of_the_same_size_is_not_read_from_an_older_cache(mark, tmp_path, monkeypatch):
+    from fsspec.implementations.memory import MemoryFileSystem
+
+    find, info, version = MemoryFileSystem.find, MemoryFileSystem.info, 0
+
+    def describe(details):
+        return {name: value for name, value in details.items() if name != "created"} | ({mark: version} if mark else {})
+
+    monkeypatch.setattr(MemoryFileSystem, "info", lambda *args, **given: describe(info(*args, **given)))
+    monkeypatch.setattr(
+        MemoryFileSystem, "find", lambda *args, **given: {k: describe(v) for k, v in find(*args, **given).items()}
+    )
+    settings, found = QUICK.model_copy(update={"disk_bytes": 1 << 22, "disk_folder": tmp_path / "cache"}), []
+    local, target = LocalStorage(tmp_path / "data"), open_store("memory://replaced", QUICK)
+    for version in (1, 2):
+        local.write("a.jsonl", f'{{"n": {version}}}\n'.encode())
+        write_index(open_place(tmp_path / "data"), "auto")
+        for path in ("a.jsonl", *(f"{INDEX_FOLDER}/{name}" for name in (MANIFEST, RECORDS, BLOCKS))):
+            target.write(path, local.read(path))
+        source = FileSource("memory://replaced", store=settings)
+        assert source.read_trees(np.arange(1)) == [{"n": version}]
+        found.append(source.fingerprint)
+        source.storage.close()
+    assert len(set(found)) == 2
 
 
 def test_the_optional_client_is_not_imported_until_an_url_is_opened():

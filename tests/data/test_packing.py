@@ -12,7 +12,7 @@ from paceline.data import Images, PackedText, Spec, Text
 from paceline.data.masked_text import NOT_ASKED
 from paceline.data.packed_text import PackedSource
 from paceline.data.packing import pack
-from paceline.data.tokens import encode_documents
+from paceline.data.tokens import encode_documents, tokenise_samples
 from paceline.errors import DataError
 from paceline.recipes import resnet  # noqa: F401  # registers its model
 from paceline.recipes.transformer_lm import TransformerLM
@@ -185,6 +185,22 @@ def test_a_tokenizer_runs_once_where_tokens_are_kept(tmp_path, tokenizer, monkey
         assert documents.vocab_size == first.vocab_size
     with pytest.raises(TypeError):  # other texts are encoded anew
         encode_documents(texts[:2], tokenizer, cache)
+
+
+def test_a_tokenizer_that_cuts_and_pads_for_its_last_user_does_neither_here(tmp_path, tokenizer):
+    from tokenizers import Tokenizer
+
+    texts = ["the order of the data " * 9, "samples"]
+    expected = encode_documents([text.encode() for text in texts], tokenizer, None)
+    changed = Tokenizer.from_file(str(tokenizer))
+    changed.enable_truncation(5)
+    changed.enable_padding(length=20)
+    changed.save(str(tmp_path / "changed.json"))
+    found = encode_documents([text.encode() for text in texts], tmp_path / "changed.json", None)
+    assert found.lengths.tolist() == expected.lengths.tolist()
+    assert found.tokens.tolist() == expected.tokens.tolist()
+    rows = tokenise_samples([{"text": text} for text in texts], tmp_path / "changed.json")
+    assert [len(row["tokens"]) for row in rows] == expected.lengths.tolist()
 
 
 def test_what_is_no_tokenizer_is_refused(tmp_path):

@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -26,6 +26,8 @@ class Spec:
     """Number of classes, or vocabulary size of a language model; 0 if unknown."""
     input_shape: tuple[int, ...] = ()
     """Shape of one sample's input, without the batch dim."""
+    classes: tuple[str, ...] = field(default=(), compare=False)
+    """Names of the classes, in the order of their numbers; empty if unknown."""
 
 
 class Source(torch.utils.data.Dataset[Any]):

@@ -100,12 +100,12 @@ class Images(Data):
                     f"{test} must have the class folders of {train}, but these are in only one of the two: "
                     f"{', '.join(sorted(set(classes) ^ set(_list_classes(test))))}; add or remove them"
                 )
-            return self._file_splits(samples, _list_files(test, classes), len(classes))
+            return self._file_splits(samples, _list_files(test, classes), classes)
         kept, held_out = _split([str(path.relative_to(train)) for path, _ in samples], self.held_out_fraction)
-        return self._file_splits([samples[i] for i in kept], [samples[i] for i in held_out], len(classes))
+        return self._file_splits([samples[i] for i in kept], [samples[i] for i in held_out], classes)
 
-    def _file_splits(self, train: _Samples, held_out: _Samples, num_classes: int) -> Splits:
-        open_side = partial(FileImages, num_classes=num_classes, size=self.size, decoder=self.decoder)
+    def _file_splits(self, train: _Samples, held_out: _Samples, classes: Sequence[str]) -> Splits:
+        open_side = partial(FileImages, classes=classes, size=self.size, decoder=self.decoder)
         return Splits(open_side(train), open_side(held_out))
 
 
@@ -148,8 +148,8 @@ class FileImages(Source):
 
     is_thread_safe = decodes_samples = True
 
-    def __init__(self, samples: _Samples, num_classes: int, size: int, decoder: Decoder = "pillow"):
-        self.spec = Spec(num_classes, (3, size, size))
+    def __init__(self, samples: _Samples, classes: Sequence[str], size: int, decoder: Decoder = "pillow"):
+        self.spec = Spec(len(classes), (3, size, size), tuple(classes))
         self._decoder = decoder
         self._paths = [path for path, _ in samples]
         self._labels_N = torch.tensor([label for _, label in samples])

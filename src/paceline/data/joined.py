@@ -1,5 +1,6 @@
 """Several sources read as one."""
 
+import json
 from collections.abc import Sequence
 from itertools import chain
 from typing import Any, NamedTuple
@@ -32,7 +33,7 @@ class JoinedSource(Source):
             may be of different formats, and lie in different places.
 
     Raises:
-        DataError: There is none, one is empty or has no samples under an index, or their specs differ.
+        DataError: There is none, one is empty or has no samples under an index, or their shapes or classes differ.
     """
 
     def __init__(self, datasets: Sequence[Any]) -> None:
@@ -50,7 +51,14 @@ class JoinedSource(Source):
                 f"sources must have samples of one shape, but got {[spec.input_shape for spec in specs]}; give them "
                 "the same settings"
             )
-        self.spec = Spec(max(spec.num_classes for spec in specs), specs[0].input_shape)
+        named = dict.fromkeys(spec.classes for spec in specs if spec.classes)
+        if len(named) > 1:
+            union = json.dumps(sorted(set(chain.from_iterable(named))))
+            raise DataError(
+                f"sources must give classes the same numbers, but got {' and '.join(map(', '.join, named))}; make each "
+                f"one data of the kind files with classes: {union}"
+            )
+        self.spec = Spec(max(spec.num_classes for spec in specs), specs[0].input_shape, *named)
         self._ends = np.cumsum([len(source) for source in self.sources])
 
     @property

@@ -23,7 +23,8 @@ class Padding(Settings):
 
     leaves: tuple[str, ...] = ()
     """Paths of the leaves that are padded, such as ids, or 0 for the first of a pair; the first one's length is that of
-    a sample. By default all tensors, arrays and lists of numbers; those that are equally long stay as they are."""
+    a sample. By default all tensors and arrays; those that are equally long in all samples stay as they are, but for
+    those as long as the first one. Named ones all get one length."""
     value: float = 0
     """Value of what is added."""
     label_value: float = -100
@@ -43,16 +44,16 @@ class Padding(Settings):
         """
         leaves = self._find_leaves(samples[0])
         lengths = [self.length_of(sample) for sample in samples] if self.mask else []
-        longest = 0
-        for path in leaves:
-            rows = [_as_tensor(get_leaf(sample, path), path) for sample in samples]
-            longest = max(longest, max(len(row) for row in rows))
+        columns = {path: [_as_tensor(get_leaf(sample, path), path) for sample in samples] for path in leaves}
+        sizes = {path: [len(row) for row in rows] for path, rows in columns.items()}
+        padded_leaves = [
+            path for path in leaves if self.leaves or len(set(sizes[path])) > 1 or sizes[path] == sizes[leaves[0]]
+        ]
+        longest = max(max(sizes[path]) for path in padded_leaves)
         target = -(-longest // self.multiple_of) * self.multiple_of
-        for path in leaves:
-            rows = [_as_tensor(get_leaf(sample, path), path) for sample in samples]
-            own = len(rows[0]) if len({len(row) for row in rows}) == 1 and path != leaves[0] else target
+        for path in padded_leaves:
             fill = self.label_value if _is_label(samples[0], path) else self.value
-            padded = [_pad(row, own, fill) for row in rows]
+            padded = [_pad(row, target, fill) for row in columns[path]]
             samples = [set_leaf(sample, path, row) for sample, row in zip(samples, padded, strict=True)]
         batch = collate(samples, None)
         return self._with_mask(batch, lengths, target) if self.mask else batch

@@ -16,8 +16,8 @@ from paceline.errors import DataError, missing_extra
 NUM_BYTES = 256
 _BATCH = 1000
 """Documents that a tokenizer is given at a time."""
-_VERSION = b"1"
-"""Version of the files that are kept."""
+_VERSION = b"2"
+"""Version of the files that are kept: other tokens for the same texts and tokenizer need another one."""
 
 
 class Documents(NamedTuple):
@@ -114,11 +114,14 @@ def _open_tokenizer(path: Path) -> Any:
     except ImportError as error:
         raise missing_extra("tokenizers", "tokenizers", "a tokenizer") from error
     try:
-        return Tokenizer.from_file(str(path.expanduser()))
+        tokenizer = Tokenizer.from_file(str(path.expanduser()))
     except Exception as error:  # the package raises nothing more special
         raise DataError(
             f"{path} must be a tokenizer.json of the package tokenizers, but got: {error}; check --data.tokenizer"
         ) from error
+    tokenizer.no_truncation()  # files keep what their last user set; documents are cut and padded by what reads them
+    tokenizer.no_padding()
+    return tokenizer
 
 
 def _keep(documents: Documents, folder: Path) -> None:

@@ -61,10 +61,13 @@ class FileData(Data):
     """Number of different tokens: 256 for bytes, more for most token files."""
     num_classes: int | None = Field(None, ge=2)
     """Number of classes; by default the index's largest label and one."""
+    classes: tuple[str, ...] = ()
+    """Names of the classes in the order of their numbers, for a folder of images for each class, of which some may be
+    missing; by default the folders of `path`, sorted. Held-out data has the same."""
     held_out: str = ""
     """Folder or file of held-out data of the same format; by default a part of the data itself."""
     held_out_fraction: float = Field(0.1, gt=0, lt=1)
-    """Fraction of the samples that is held out, at equal distances, where `held_out` is not given."""
+    """Fraction of the samples that is held out, drawn at random by their indices, where `held_out` is not given."""
     snapshot: str = ""
     """Fingerprint of the data, or its first 8 characters or more, without which a run does not start."""
     store: StoreSettings = StoreSettings()
@@ -82,24 +85,26 @@ class FileData(Data):
             DataError: Files are missing, changed, damaged, of no known format, or without labels.
             SettingsError: The number of classes is unknown.
         """
-        source = self._open(self.path, self.snapshot)
-        if self.held_out:
-            return Splits(source, self._open(self.held_out, ""))
-        distance = max(2, round(1 / self.held_out_fraction))
-        if len(source) < distance:
-            raise DataError(
-                f"{self.path} must hold at least {distance} samples for one of them to be held out, but holds "
-                f"{len(source)}; give --data.held_out, or a larger --data.held_out_fraction"
+        source = self._open(self.path, self.snapshot, self.classes)
+        named = tuple(source.manifest.about.get("classes", ()))
+        if self.classes and (self.classes != named or len(set(named)) < len(named)):
+            raise SettingsError(
+                f"data.classes must be different names, for a folder of images for each class, but got "
+                f"{', '.join(self.classes)} for {self.path}; leave it out, or name each class once"
             )
-        return Splits(PartOfSource(source, distance, held_out=False), PartOfSource(source, distance, held_out=True))
+        if self.held_out:
+            return Splits(source, self._open(self.held_out, "", named))
+        fraction = self.held_out_fraction
+        return Splits(PartOfSource(source, fraction, held_out=False), PartOfSource(source, fraction, held_out=True))
 
-    def _open(self, path: str, snapshot: str) -> FileSource:
+    def _open(self, path: str, snapshot: str, classes: tuple[str, ...]) -> FileSource:
         source = FileSource(
             path,
             format=self.format,
             sequence_length=self.sequence_length,
             snapshot=snapshot,
             verify=self.verify,
+            classes=classes,
             grows=self.grows and path == self.path,
             store=self.store,
         )
@@ -116,7 +121,8 @@ class FileData(Data):
             target = self.target or next((leaf for leaf in _TARGETS if leaf in first), "")
             _find_leaf(first, target, "target", path)
             shape = (3, self.size, self.size) if is_image(value) else np.asarray(value).shape
-            spec = Spec(self._count_classes(source, target), shape)
+            names = source.manifest.about.get("classes", ()) if target == "label" else ()
+            spec = Spec(self._count_classes(source, target), shape, tuple(names))
             transform = Labelled(name, target, self.size if is_image(value) else None, self.decoder)
         source.spec = spec
         return source.transformed(transform, is_thread_safe=True)

@@ -8,6 +8,7 @@ import numpy as np
 
 from paceline.data.formats.base import Format, Scan
 from paceline.data.formats.leaves import KEY, Sample, find_image_type, name_image
+from paceline.data.formats.manifest import FileRecord
 from paceline.data.storage import FileInfo, Storage
 from paceline.errors import DataError
 
@@ -21,7 +22,7 @@ class ImageFolder(Format):
 
     def describe(self, files: Sequence[FileInfo]) -> dict[str, Any]:
         """Return the names of the classes; none if images lie in one folder."""
-        classes = sorted({str(PurePosixPath(file.path).parent) for file in files})
+        classes = list_classes(files)
         return {"classes": classes} if len(classes) > 1 else {}
 
     def scan(self, storage: Storage, file: FileInfo) -> Scan:
@@ -51,6 +52,11 @@ class ImageFolder(Format):
             folder = f"{sample[label]:05d}/" if label else ""
             ending = find_image_type(sample[image])
             storage.write(f"{folder}{PurePosixPath(stem).name}-{number:06d}.{ending}", sample[image])
+
+
+def list_classes(files: Sequence[FileInfo | FileRecord]) -> list[str]:
+    """Return the folders that hold files, by name."""
+    return sorted({file.path.rpartition("/")[0] or "." for file in files})
 
 
 def _find_leaves(sample: Sample) -> tuple[str, str]:

@@ -2,14 +2,14 @@
 
 import functools
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 from blake3 import blake3
 from numpy.typing import NDArray
 
-from paceline.data.formats import find_format
+from paceline.data.formats import FORMATS, find_format
 from paceline.data.formats.base import Format, Scan, Stride
 from paceline.data.formats.leaves import KEY
 from paceline.data.formats.manifest import BLOCK_BYTES, DataManifest, FileRecord
@@ -24,6 +24,8 @@ RECORDS = "records.bin"
 COUNTS = "counts.bin"
 BLOCKS = "blocks.bin"
 _PART_BYTES = 1 << 22
+_IMAGES = (".gif", ".tif", ".tiff", ".ppm", ".pgm", ".avif", ".heic", ".jp2", ".jfif")
+"""Endings of images that no format here reads."""
 
 
 @dataclass(frozen=True)
@@ -38,6 +40,8 @@ class Index:
     """Places of each file's records, if they are regular."""
     counts: NDArray[np.int64] | None
     """Number of samples in each record; None if each holds one."""
+    ignored: Sequence[str] = ()
+    """Paths of files that look like data of this set and are no part of it."""
 
 
 def find_index(place: Place, name: str, sequence_length: int | None) -> Index:
@@ -49,7 +53,8 @@ def find_index(place: Place, name: str, sequence_length: int | None) -> Index:
     storage, folder = place.storage, place.index_folder
     if storage.find(f"{folder}/{MANIFEST}") is None:
         files = place.list_files()
-        return scan_files(place, files, find_format(name, files, sequence_length))
+        found = scan_files(place, files, find_format(name, files, sequence_length))
+        return replace(found, ignored=_list_ignored(files, found.manifest, found.form))
     blocks = storage.read(f"{folder}/{BLOCKS}")
     manifest = DataManifest.from_json(storage.read(f"{folder}/{MANIFEST}"), blocks, str(place))
     files = place.list_files([file.path for file in manifest.files])
@@ -60,6 +65,7 @@ def find_index(place: Place, name: str, sequence_length: int | None) -> Index:
         )
     manifest.check_files(files, str(place))
     form = find_format(manifest.format, files, sequence_length)
+    ignored = _list_ignored(files, manifest, form)
     if form.is_strided:
         found = scan_files(place, [file for file in files if file.path in {one.path for one in manifest.files}], form)
         about = manifest.about | found.manifest.about
@@ -69,12 +75,12 @@ def find_index(place: Place, name: str, sequence_length: int | None) -> Index:
             for file, (num_records, num_samples, facts) in zip(manifest.files, sizes, strict=True)
         ]
         known = DataManifest(manifest.format, records, about, manifest.records_digest, blocks)
-        return Index(known, form, None, found.strides, None)
+        return Index(known, form, None, found.strides, None, ignored)
     table = RecordTable.from_parts(_read_parts(storage, f"{folder}/{RECORDS}"))
     if table.digest() != manifest.records_digest:
         raise DataError(f"the index of {place} must be whole, but its records are damaged; make it again")
     counts = np.frombuffer(storage.read(f"{folder}/{COUNTS}"), dtype="<i8") if form.is_grouped else None
-    return Index(manifest, form, table, None, counts)
+    return Index(manifest, form, table, None, counts, ignored)
 
 
 def scan_files(place: Place, files: Sequence[FileInfo], form: Format) -> Index:
@@ -173,6 +179,19 @@ def _read_file(place: Place, form: Format, about: dict[str, Any], file: FileInfo
                 if type(value) is int and leaf != KEY:
                     largest[leaf] = max(value, largest.get(leaf, value))
     return _Found(record, scan, b"".join(blocks), largest)
+
+
+def _list_ignored(files: Sequence[FileInfo], manifest: DataManifest, form: Format) -> list[str]:
+    """Return files beside those of a data set that someone may take for a part of it.
+
+    They have the ending of its format or of other shards; images count where images are the data.
+    """
+    others = [other for other in FORMATS.values() if not other.is_strided and not other.is_one_shard]
+    endings = {*form.suffixes, *(ending for other in others for ending in other.suffixes)}
+    if form.is_one_shard:
+        endings.update(_IMAGES)
+    used = {file.path for file in manifest.files}
+    return [file.path for file in files if file.path not in used and file.path.lower().endswith(tuple(endings))]
 
 
 def _choose(place: Place, files: Sequence[FileInfo], form: Format) -> list[FileInfo]:

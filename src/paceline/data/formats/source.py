@@ -16,9 +16,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from paceline.data.base import Source, Spec
+from paceline.data.formats.image_folder import ImageFolder, list_classes
 from paceline.data.formats.index import Index, find_index, stride_rows
 from paceline.data.formats.leaves import KEY, Sample, is_image, nest
-from paceline.data.formats.manifest import DataManifest
+from paceline.data.formats.manifest import DataManifest, FileRecord
 from paceline.data.formats.opening import open_place
 from paceline.data.formats.verified import VerifiedStorage
 from paceline.data.image_decoding import decode_image
@@ -61,6 +62,8 @@ class FileSource(Source):
         sequence_length: Number of tokens of a sample, for tokens and for text: see `TokenFiles`.
         snapshot: Fingerprint, or its first characters, that the data must have.
         verify: Whether to compare each block of 1 MiB with its digest when it is first touched, which reads all of it.
+        classes: Names of the classes in the order of their numbers, for a folder of images for each class; by default
+            those of its folders, sorted. Data that is compared, such as held-out data, wants the same.
         grows: Whether files may be added while it is read, whose names come behind those that are there.
         spec: Sizes for models that are built from settings.
         store: Time limits and caches of a store that an URL names.
@@ -85,6 +88,7 @@ class FileSource(Source):
         sequence_length: int | None = None,
         snapshot: str = "",
         verify: bool = False,
+        classes: Sequence[str] = (),
         grows: bool = False,
         spec: Spec | None = None,
         store: StoreSettings | None = None,
@@ -96,9 +100,11 @@ class FileSource(Source):
                 f"data that grows must be a folder without a snapshot, but got {self._place} and {snapshot!r}; leave "
                 "--data.snapshot out, and name the folder"
             )
+        self._classes = list(classes)
         self._found = find_index(place, format, sequence_length)
         self._take(self._found, len(self._found.manifest.files))
         self.manifest.check_snapshot(snapshot, self._place)
+        self._warn_of_ignored_files()
         if not self.manifest.has_digests:
             warnings.warn(
                 f"{self._place} has no index, so that only sizes of files identify its content; make one: "
@@ -118,7 +124,8 @@ class FileSource(Source):
         """
         whole = index.manifest
         files = whole.files[:num_files]
-        manifest = DataManifest(whole.format, files, whole.about, whole.records_digest, whole.blocks)
+        about = self._number_classes(whole.format, whole.about, files)
+        manifest = DataManifest(whole.format, files, about, whole.records_digest, whole.blocks)
         known = {file.path: manifest.digests(file.path) for file in files}
         self._where.digests.update({name: digests for name, digests in known.items() if digests is not None})
         self._index, self.manifest = index, manifest
@@ -132,6 +139,32 @@ class FileSource(Source):
         self._shard_sizes = [self._num_samples] if index.form.is_one_shard else [file.num_samples for file in files]
         storage = self._where.storage
         self.storage: Storage = VerifiedStorage(storage, manifest) if self._verify else storage
+
+    def _warn_of_ignored_files(self) -> None:
+        """Warn of files that a person may take for a part of the data; of data that grows they may be taken later."""
+        short = [file.path for file in self.manifest.files if file.num_bytes and not file.num_samples]
+        for paths, reason in (
+            (self._found.ignored, f"are no part of its {self.manifest.format} data; index it again, or move them"),
+            (
+                short if self._found.form.is_strided else [],
+                "give no sample, as they are shorter than one; lower sequence_length, or join them",
+            ),
+        ):
+            if paths and not self.grows:
+                some = ", ".join(paths[:3]) + (f" and {len(paths) - 3} more" if len(paths) > 3 else "")
+                warnings.warn(f"files of {self._place} {reason}: {some}", stacklevel=3)
+
+    def _number_classes(self, form: str, about: dict[str, Any], files: Sequence[FileRecord]) -> dict[str, Any]:
+        """Return the facts of the data with the classes as they were given, or as they were when it was opened."""
+        if form != ImageFolder.name:
+            return about
+        self._classes = self._classes or about.get("classes", [])
+        if unknown := set(list_classes(files)).difference(self._classes) if self._classes else ():
+            raise DataError(
+                f"the class folders of {self._place} must be among {', '.join(self._classes)}, but got "
+                f"{', '.join(sorted(unknown))}; name all classes in --data.classes, in the order of their numbers"
+            )
+        return {**about, "classes": self._classes} if self._classes else about
 
     def __len__(self) -> int:
         """Return the number of samples."""

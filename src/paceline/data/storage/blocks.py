@@ -49,6 +49,11 @@ class FileBlock(NamedTuple):
     """BLAKE3 digest that it must have; None if unknown."""
     key: str
 
+    @property
+    def is_lasting(self) -> bool:
+        """Whether its key says which content it has, so that another run may use what this one keeps."""
+        return bool(self.version or self.digest)
+
 
 def find_tag(url: str) -> str:
     """Return the mark of the data at an URL: the beginning of its blocks' keys."""

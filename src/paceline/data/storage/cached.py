@@ -203,10 +203,11 @@ class CachedStorage(Storage):
     def _add_blocks(self, info: FileInfo, digests: Sequence[str] | None) -> None:
         tag = find_tag(self.url)
         for index, start in enumerate(range(0, info.num_bytes, self._block_bytes)):
-            name = f"{self.url}\0{info.path}\0{info.version}\0{info.num_bytes}\0{self._block_bytes}\0{index}"
+            digest = None if digests is None else digests[index]
+            mark = info.version or digest or ""
+            name = f"{self.url}\0{info.path}\0{mark}\0{info.num_bytes}\0{self._block_bytes}\0{index}"
             key = tag + blake3(name.encode()).hexdigest()[:32]
             num_bytes = min(self._block_bytes, info.num_bytes - start)
-            digest = None if digests is None else digests[index]
             self._numbers[key] = len(self._blocks)
             self._blocks.append(FileBlock(info.path, info.version, start, num_bytes, digest, key))
         self._next_use.grow(len(self._blocks))
@@ -246,7 +247,7 @@ class CachedStorage(Storage):
 
     def _take_from_disk(self, number: int) -> bytes | None:
         block = self._blocks[number]
-        content = None if self._disk is None else self._disk.get(block.key)
+        content = self._disk.get(block.key) if self._disk is not None and block.is_lasting else None
         if content is None or len(content) != block.num_bytes:
             return None
         with self._lock:
@@ -343,7 +344,7 @@ class CachedStorage(Storage):
     def _keep_on_disk(self, number: int, content: bytes, used_at: int) -> None:
         """Keep a block on disk, unless all others there are used before it is used after `used_at`."""
         disk = self._disk
-        if disk is None or disk.problem:
+        if disk is None or disk.problem or not self._blocks[number].is_lasting:
             return
         with self._lock:
             is_known = self._upcoming is not None
@@ -456,8 +457,9 @@ class CachedStorage(Storage):
 
     def _is_wanted(self, position: int, number: int, upcoming: Upcoming) -> bool:
         """Return whether to fetch a block for its use at a position."""
-        key = self._blocks[number].key
-        if number in self._memory or number in self._under_way or (self._disk is not None and self._disk.has(key)):
+        key, is_lasting = self._blocks[number].key, self._blocks[number].is_lasting
+        is_on_disk = is_lasting and self._disk is not None and self._disk.has(key)
+        if number in self._memory or number in self._under_way or is_on_disk:
             return False
         if self.peers is not None and self.peers.is_home(key):
             return True

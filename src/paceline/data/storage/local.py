@@ -42,11 +42,14 @@ class LocalStorage(Storage):
         return str(self._root)
 
     def list_files(self, prefix: str = "") -> list[FileInfo]:
-        """Return the files below the folder, those of folders below it too."""
-        found = []
-        for folder, _, names in os.walk(self._root):
+        """Return the files below the folder, those of folders below it too, also where these are links."""
+        found, above = [], {str(self._root): frozenset[str]()}
+        for folder, folders, names in os.walk(self._root, followlinks=True):
             below = Path(folder).relative_to(self._root)
             found += [(below / name).as_posix() for name in names]
+            known = above.pop(folder) | {os.path.realpath(folder)}
+            folders[:] = [name for name in folders if os.path.realpath(os.path.join(folder, name)) not in known]
+            above.update((os.path.join(folder, name), known) for name in folders)
         files = [self.find(path) for path in sorted(found) if path.startswith(prefix)]
         return [file for file in files if file is not None]
 

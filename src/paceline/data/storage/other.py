@@ -10,6 +10,12 @@ from paceline.errors import DataError, PacelineError, SettingsError, StorageErro
 
 T = TypeVar("T")
 
+_MARKS = (
+    *("ETag", "etag", "md5", "sha", "hex", "mtime", "LastModified", "last_modified"),
+    *("modificationTime", "modified", "modify", "last_write_time", "created"),
+)
+"""Facts of a file that another content would not have; file systems name them differently."""
+
 
 class FsspecStorage(Storage):
     """A folder of a file system of fsspec's.
@@ -96,8 +102,7 @@ class FsspecStorage(Storage):
         return f"{self._root}/{path}"
 
     def _to_info(self, path: str, details: dict[str, Any]) -> FileInfo:
-        marks = (details.get(name) for name in ("ETag", "etag", "md5", "mtime", "LastModified", "created"))
-        mark = next((mark for mark in marks if mark), "")
+        mark = next((mark for name in _MARKS if (mark := details.get(name))), "")
         version = str(mark.timestamp() if isinstance(mark, datetime) else mark)  # lists tell it as a number
         return FileInfo(path.removeprefix(f"{self._root}/"), int(details["size"] or 0), version)
 
