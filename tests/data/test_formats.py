@@ -132,6 +132,35 @@ def test_frames_that_end_inside_a_line_are_joined(tmp_path):
         write_index(open_place(tmp_path), "auto")
 
 
+@pytest.mark.filterwarnings("ignore::paceline.data.NoIndexWarning")
+@pytest.mark.parametrize("name", ["jsonl_gz", "jsonl_zst"])
+@pytest.mark.parametrize(
+    "parts",
+    [
+        [b'{"n": 0}\n{"n": 1}', b""],  # as bgzip ends a file
+        [b'{"n": 0}\n{"n"', b"", b": 1}\n"],
+        [b'\n \n{"n": 0}  \n\n', b" \r\n", b'  {"n": 1}', b"  \n \t", b""],
+        [b"", b'{"n": 0}', b"\n", b" ", b'{"n": 1}\n  '],
+    ],
+)
+def test_empty_frames_and_lines_of_spaces_lose_no_line(tmp_path, name, parts):
+    form = FORMATS[name]()
+    (tmp_path / f"a{form.suffixes[0]}").write_bytes(b"".join(map(form.pack, parts)))
+    source = FileSource(tmp_path)
+    assert [tree["n"] for tree in source.read_trees(np.arange(len(source)))] == [0, 1]
+
+
+def test_a_record_that_holds_another_number_of_samples_than_indexed_is_told(tmp_path):
+    path, line = tmp_path / "a.jsonl.gz", b'{"n": 1}\n'
+    path.write_bytes(gzip.compress(line * 2, compresslevel=0))
+    write_index(open_place(tmp_path), "auto")
+    size = path.stat().st_size
+    path.write_bytes(gzip.compress(line.ljust(2 * len(line)), compresslevel=0))
+    assert path.stat().st_size == size
+    with pytest.raises(BadSample, match=r"but it holds 1 samples, not 2 as the index says; index the data again"):
+        FileSource(tmp_path).read_trees(np.arange(2))
+
+
 def test_what_a_format_cannot_hold_is_refused(tmp_path):
     storage = LocalStorage(tmp_path)
     with pytest.raises(DataError, match="must have the same leaves for format mds, but got a and b; take tar or jsonl"):

@@ -338,7 +338,18 @@ class FileSource(Source):
                 self._kept.move_to_end(record)
                 return self._kept[record][0]
         rows = np.array([record])
-        samples = self._decode_record(self._fetch_records(rows)[0])
+        fetched = self._fetch_records(rows)[0]
+        samples = self._decode_record(fetched)
+        assert self._index.counts is not None
+        if len(samples) != (wanted := int(self._index.counts[record])):
+            reason = f"it holds {len(samples)} samples, not {wanted} as the index says"
+            message = f"{fetched.path}: the record at byte {fetched.start} must be as when it was indexed, but {reason}"
+            raise BadSample(
+                f"{message}; index the data again: paceline data index {self._place}",
+                path=fetched.path,
+                key=str(fetched.start),
+                reason=reason,
+            )
         with self._lock:
             self._kept[record] = samples, int(self._find_rows(rows)[1][0, 1])
             while len(self._kept) > 1 and sum(size for _, size in self._kept.values()) > _KEPT_BYTES:
