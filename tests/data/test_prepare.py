@@ -1,6 +1,7 @@
 """Conversion of data: balanced shards, equal bytes at any number of processes, and going on after a kill."""
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -8,7 +9,7 @@ import time
 
 import numpy as np
 import pytest
-from file_samples import make_images, write_shards
+from file_samples import KINDS, draw_image, make_images, write_shards
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -117,6 +118,59 @@ def test_leaves_that_a_format_does_not_hold_are_named(tmp_path, run_here):
     assert prepare(source, tmp_path / "tar", "tar", 1000).left_out == []
     done = run_here("data", "prepare", tmp_path / "in", tmp_path / "out", "--format", "folder", "--processes", 1)
     assert "left out, as format folder does not hold them: caption, score; tar holds" in done.stdout
+
+
+def test_an_image_folder_returns_all_kinds_of_images_and_their_labels(tmp_path):
+    samples = [{"image": draw_image(number, kind=kind), "label": number} for number, kind in enumerate(KINDS)]
+    write_shards(tmp_path / "in", "tar", samples)
+    assert prepare(FileSource(tmp_path / "in"), tmp_path / "out", "folder", 1000).num_samples == len(KINDS)
+    trees = FileSource(tmp_path / "out").read_trees(np.arange(len(KINDS)))
+    assert [(tree["image"], tree["label"]) for tree in trees] == [(one["image"], one["label"]) for one in samples]
+
+
+@pytest.mark.parametrize("labels", [[0, 2], [1, 2], [-1, 0, 1], [3, 3], [99999, 100000]])
+def test_labels_that_an_image_folder_would_change_are_refused(tmp_path, labels):
+    samples = [{"image": draw_image(number), "label": label} for number, label in enumerate(labels)]
+    write_shards(tmp_path / "in", "tar", samples)
+    with pytest.raises(DataError, match=r"labels must be 0, 1 and so on, .*but got the folders .*take tar"):
+        prepare(FileSource(tmp_path / "in"), tmp_path / "out", "folder", 1000)
+
+
+def test_a_label_that_some_images_lack_is_refused(tmp_path):
+    samples = [{"image": draw_image(number), **({"label": number - 1} if number else {})} for number in range(3)]
+    write_shards(tmp_path / "in", "tar", samples)
+    with pytest.raises(DataError, match=r"but got the folders \., 00000, 00001"):
+        prepare(FileSource(tmp_path / "in"), tmp_path / "out", "folder", 1000)
+
+
+def test_samples_of_a_tar_shard_stay_apart_and_those_it_cannot_hold_are_refused(tmp_path):
+    keys = ["a.b", "a_b", "a_b-000000001", "a_b", "a_b-000000003"]
+    write_shards(tmp_path / "in", "jsonl", [{"__key__": key, "x": place} for place, key in enumerate(keys)])
+    prepare(FileSource(tmp_path / "in"), tmp_path / "out", "tar", 10**6)
+    assert [tree["x"] for tree in FileSource(tmp_path / "out").read_trees(np.arange(5))] == list(range(5))
+    for sample, message in (({}, "must have leaves to be stored"), ({"a/b": 1}, "must have no / for format tar")):
+        write_shards(tmp_path / "next", "jsonl", [{"x": 1}, sample])
+        with pytest.raises(DataError, match=message):
+            prepare(FileSource(tmp_path / "next"), tmp_path / "refused", "tar", 10**6)
+        shutil.rmtree(tmp_path / "refused")
+
+
+def test_an_output_of_which_fewer_samples_are_read_is_refused(tmp_path):
+    """A name in a tar shard ends at its first zero byte."""
+    write_shards(tmp_path / "in", "jsonl", [{"__key__": f"a\0{number}", "x": number} for number in range(3)])
+    with pytest.raises(DataError, match=r"out must hold the 3 samples that were written, but 1 are read of it"):
+        prepare(FileSource(tmp_path / "in"), tmp_path / "out", "tar", 10**6)
+
+
+@pytest.mark.parametrize("name", sorted(FORMATS.keys() - {"folder", "tokens", "text"}))
+def test_arrays_of_the_other_byte_order_keep_their_values(tmp_path, name):
+    rows = [np.arange(4, dtype=">f4"), np.arange(6, dtype=">i2").reshape(2, 3)]
+    write_shards(tmp_path, name, [{"row": rows[0], "matrix": rows[1]}] * 2, num_shards=1)
+    (tree,) = FileSource(tmp_path).read_trees(np.arange(1))
+    for leaf, row in zip(("row", "matrix"), rows, strict=True):
+        np.testing.assert_array_equal(tree[leaf], row)
+        assert tree[leaf].dtype == row.dtype.newbyteorder("=")
+    assert FileSource(tmp_path).read(np.arange(2))["row"].tolist() == [[0, 1, 2, 3]] * 2
 
 
 def test_a_format_that_cannot_hold_the_samples_says_so_before_all_is_read(folder, tmp_path):

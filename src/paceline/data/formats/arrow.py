@@ -10,9 +10,9 @@ from typing import Any, ClassVar
 import numpy as np
 
 from paceline.data.formats.base import Format, Scan
-from paceline.data.formats.columns import Rows, check_leaves, count_group_rows, import_pyarrow, make_table
+from paceline.data.formats.columns import Rows, count_group_rows, import_pyarrow, make_table
 from paceline.data.formats.files import RangeReader
-from paceline.data.formats.leaves import Sample
+from paceline.data.formats.leaves import Sample, check_leaves
 from paceline.data.storage import FileInfo, Storage
 from paceline.errors import BadSample, DataError
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, overload
 
 import numpy as np
 
-from paceline.data.formats.leaves import KEY, Sample, decode_array, encode_array
+from paceline.data.formats.leaves import Sample, decode_array, encode_array, to_native
 from paceline.errors import DataError, missing_extra
 
 if TYPE_CHECKING:
@@ -104,6 +104,8 @@ def make_table(samples: Sequence[Sample]) -> "pyarrow.Table":
             values = [None if value is None else encode_array(value) for value in values]
         elif coding == "json":
             values = [_dump(name, sample[name]) if name in sample else None for sample in samples]
+        else:
+            values = [to_native(value) if isinstance(value, np.ndarray) else value for value in values]
         fields.append(pyarrow.field(name, kind, metadata={_CODING: coding.encode()} if coding else None))
         columns.append(pyarrow.array(values, type=kind))
     return pyarrow.table(columns, schema=pyarrow.schema(fields))
@@ -121,7 +123,7 @@ def _choose_type(values: Sequence[Any]) -> tuple[Any, str]:
     plain = {bytes: pyarrow.binary(), str: pyarrow.string(), bool: pyarrow.bool_(), float: pyarrow.float64()}
     if len(kinds) == 1 and (kind := kinds.pop()) in (*plain, int, np.ndarray):
         if kind is np.ndarray:
-            dtypes = {value.dtype for value in values}
+            dtypes = {value.dtype.newbyteorder("=") for value in values}
             if len(dtypes) == 1 and all(value.ndim == 1 for value in values) and values[0].dtype.kind in "iuf":
                 return pyarrow.list_(pyarrow.from_numpy_dtype(dtypes.pop())), ""
             return pyarrow.binary(), "npy"
@@ -137,9 +139,3 @@ def _dump(name: str, value: Any) -> str:
         return json.dumps(value)
     except TypeError as error:
         raise DataError(f"leaf {name} must be of one type in all samples, or JSON, but: {error}; take tar") from error
-
-
-def check_leaves(samples: Sequence[Sample]) -> None:
-    """Refuse samples without leaves, of which a table would have no rows."""
-    if any(not sample.keys() - {KEY} for sample in samples):
-        raise DataError("a sample must have leaves to be stored, but one has none; leave it out with a filter")

@@ -11,7 +11,7 @@ import numpy as np
 
 from paceline.data.formats.base import Format, Scan
 from paceline.data.formats.files import StorageFile
-from paceline.data.formats.leaves import Sample, flatten, nest
+from paceline.data.formats.leaves import Sample, flatten, nest, to_native
 from paceline.data.storage import FileInfo, Storage
 from paceline.errors import BadSample, DataError, missing_extra
 
@@ -229,7 +229,7 @@ def _read_value(value: Any) -> Any:
     content = base64.b64decode(value.value[_BASE64], validate=True)
     if "dtype" not in value.value:
         return content
-    return np.frombuffer(content, dtype=value.value["dtype"]).reshape(value.value["shape"])
+    return to_native(np.frombuffer(content, dtype=value.value["dtype"]).reshape(value.value["shape"]))
 
 
 def _write_line(sample: Sample) -> bytes:

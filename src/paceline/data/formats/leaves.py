@@ -171,4 +171,19 @@ def decode_array(content: bytes) -> np.ndarray[Any, np.dtype[Any]]:
         ValueError: The bytes are no array.
     """
     array = np.lib.format.read_array(io.BytesIO(content), allow_pickle=False)
-    return np.asarray(array)
+    return to_native(np.asarray(array))
+
+
+def to_native(array: np.ndarray[Any, np.dtype[Any]]) -> np.ndarray[Any, np.dtype[Any]]:
+    """Return an array in this machine's byte order, which torch and most formats want."""
+    return array.astype(array.dtype.newbyteorder("="), copy=False)
+
+
+def check_leaves(samples: Sequence[Sample]) -> None:
+    """Refuse samples without leaves, of which tables have no rows and tar shards no entries.
+
+    Raises:
+        DataError: A sample has none.
+    """
+    if any(not sample.keys() - {KEY} for sample in samples):
+        raise DataError("a sample must have leaves to be stored, but one has none; leave it out with a filter")

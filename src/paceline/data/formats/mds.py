@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from paceline.data.formats.base import Format, Scan
-from paceline.data.formats.leaves import KEY, Sample, decode_array, encode_array
+from paceline.data.formats.leaves import KEY, Sample, decode_array, encode_array, to_native
 from paceline.data.storage import FileInfo, Storage
 from paceline.errors import BadSample, DataError
 
@@ -156,7 +156,7 @@ def _write_value(encoding: str, value: Any) -> bytes:
     if encoding == "ndarray":
         kind = next(place for place, name in enumerate(_SHAPE_TYPES) if max(value.shape) <= np.iinfo(name).max)
         shape = np.array(value.shape, dtype=_SHAPE_TYPES[kind]).tobytes()
-        content: bytes = value.tobytes()
+        content: bytes = to_native(value).tobytes()
         return bytes([_ARRAY_CODES[value.dtype.name], value.ndim << 2 | kind]) + shape + content
     if encoding == "bytes":
         return value if isinstance(value, bytes) else encode_array(value)

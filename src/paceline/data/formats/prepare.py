@@ -113,6 +113,12 @@ def prepare(
     place = open_place(storage)
     form.finish(storage, place.list_files())
     manifest = write_index(place, format, num_processes=num_processes)
+    num_there = sum(file.num_samples for file in manifest.files)
+    if not form.is_strided and num_there != len(sizes):
+        raise DataError(
+            f"{out} must hold the {len(sizes)} samples that were written, but {num_there} are read of it: format "
+            f"{format} does not tell them apart; take another format, or rename samples with a hook"
+        )
     shutil.rmtree(out / _WORK)
     files = [file.num_bytes for file in manifest.files]
     by_bytes = [int(sizes[shard].sum()) for shard in shards] if form.is_one_shard else files

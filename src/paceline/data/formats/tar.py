@@ -4,15 +4,16 @@ A record is the part of the shard with all files of one sample, headers included
 """
 
 import io
+import itertools
 import tarfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
 import numpy as np
 
 from paceline.data.formats.base import Format, Scan
 from paceline.data.formats.files import StorageFile
-from paceline.data.formats.leaves import KEY, Sample, decode_leaves, encode_leaves
+from paceline.data.formats.leaves import KEY, Sample, check_leaves, decode_leaves, encode_leaves
 from paceline.data.storage import FileInfo, Storage
 from paceline.errors import BadSample, DataError
 
@@ -68,18 +69,27 @@ class Tar(Format):
 
     def encode(self, samples: Sequence[Sample]) -> bytes:
         """Return a shard; entries have no times and no owners."""
+        check_leaves(samples)
         buffer = io.BytesIO()
         used: set[str] = set()
         with tarfile.open(fileobj=buffer, mode="w", format=tarfile.GNU_FORMAT) as shard:
             for number, sample in enumerate(samples):
                 key = str(sample.get(KEY) or f"{number:09d}").replace(".", "_")
-                key = key if key not in used else f"{key}-{number:09d}"
+                key = _find_free(key, number, used)
                 used.add(key)
                 for field, content in encode_leaves(sample):
+                    if "/" in field:
+                        raise DataError(f"a leaf's name must have no / for format tar, but got {field}; rename it")
                     entry = tarfile.TarInfo(f"{key}.{field}")
                     entry.size = len(content)
                     shard.addfile(entry, io.BytesIO(content))
         return buffer.getvalue()
+
+
+def _find_free(key: str, number: int, used: Container[str]) -> str:
+    """Return the key of a sample; with a number behind it if others have it."""
+    numbered = (f"{key}-{more:09d}" for more in itertools.count(number))
+    return next(name for name in itertools.chain([key], numbered) if name not in used)
 
 
 def _part_name(name: str) -> tuple[str, str]:
