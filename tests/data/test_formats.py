@@ -10,6 +10,7 @@ from file_samples import make_images, write_shards
 
 from paceline.data import FileSource
 from paceline.data.formats import FORMATS
+from paceline.data.formats.columns import import_pyarrow
 from paceline.data.formats.index import write_index
 from paceline.data.formats.leaves import flatten
 from paceline.data.formats.mds import MDS
@@ -159,6 +160,48 @@ def test_a_record_that_holds_another_number_of_samples_than_indexed_is_told(tmp_
     assert path.stat().st_size == size
     with pytest.raises(BadSample, match=r"but it holds 1 samples, not 2 as the index says; index the data again"):
         FileSource(tmp_path).read_trees(np.arange(2))
+
+
+@pytest.mark.filterwarnings("ignore::paceline.data.NoIndexWarning")
+@pytest.mark.parametrize("kind", ["file", "stream"])
+def test_an_arrow_file_that_was_cut_between_record_batches_is_refused(tmp_path, kind):
+    pyarrow = import_pyarrow()
+    table = pyarrow.table({"a": list(range(10))})
+    with getattr(pyarrow.ipc, f"new_{kind}")(tmp_path / "a.arrow", table.schema) as writer:
+        writer.write_table(table, max_chunksize=3)
+    source = FileSource(tmp_path)
+    assert [tree["a"] for tree in source.read_trees(np.arange(10))] == list(range(10))
+    content = (tmp_path / "a.arrow").read_bytes()
+    starts = [extent.start for extent in source.locate(np.arange(10))]
+    message = "must be a whole Arrow file" if kind == "file" else "must end with the mark of a stream's end"
+    joined = [content + content] if kind == "stream" else []
+    for changed in [*(content[:start] for start in starts[1:]), *joined]:
+        (tmp_path / "a.arrow").write_bytes(changed)
+        with pytest.raises(DataError, match=message):
+            FileSource(tmp_path)
+    if kind == "file":
+        (tmp_path / "a.arrow").write_bytes(content[: starts[1]] + content[starts[2] :])
+        with pytest.raises(DataError, match="must hold 4 record batches, as its footer says, but has 3"):
+            FileSource(tmp_path)
+
+
+@pytest.mark.filterwarnings("ignore::paceline.data.NoIndexWarning")
+@pytest.mark.parametrize(("name", "named_by"), [("hf", "state.json"), ("mds", "index.json")])
+def test_shards_that_the_list_beside_them_names_must_be_there_and_no_others(tmp_path, name, named_by):
+    write_shards(tmp_path, name, make_images(6), indexed=False)
+    assert len(FileSource(tmp_path)) == 6
+    [first, second] = sorted(tmp_path.glob("shard-*"))
+    other = first.with_stem("other")
+    other.write_bytes(first.read_bytes())
+    with pytest.raises(DataError, match=rf"also holds {other.name}; move it elsewhere, or name it there"):
+        FileSource(tmp_path)
+    other.unlink()
+    second.unlink()
+    with pytest.raises(DataError, match=rf"must hold {second.name}, which its {named_by} names; fetch it again"):
+        FileSource(tmp_path)
+    (tmp_path / named_by).write_text("[]")
+    with pytest.raises(DataError, match=rf"{named_by} must .* fetch it again"):
+        FileSource(tmp_path)
 
 
 def test_what_a_format_cannot_hold_is_refused(tmp_path):

@@ -177,12 +177,37 @@ def _read_file(place: Place, form: Format, about: dict[str, Any], file: FileInfo
 
 def _choose(place: Place, files: Sequence[FileInfo], form: Format) -> list[FileInfo]:
     chosen = list(files) if place.name else form.choose(files)
+    if not place.name:
+        _compare_named(place, files, chosen, form)
     if not chosen:
         raise DataError(
             f"{place} must hold files of format {form.name} ({', '.join(form.suffixes)}), but got none; check "
             "--data.path and --data.format"
         )
     return chosen
+
+
+def _compare_named(place: Place, files: Sequence[FileInfo], chosen: Sequence[FileInfo], form: Format) -> None:
+    """Compare the files with those that the data's own lists name, such as the ``index.json`` of MDS.
+
+    Raises:
+        DataError: A file is missing, or is not named.
+    """
+    here, named, folders = {file.path for file in chosen}, set[str](), set[str]()
+    for file in files:
+        names = form.list_named(place.storage, file)
+        if names is None:
+            continue
+        named.update(names)
+        folders.add(file.path.rpartition("/")[0])
+        if missing := sorted(set(names) - here):
+            raise DataError(f"{place} must hold {missing[0]}, which its {file.path} names; fetch it again")
+    for path in sorted(here - named):
+        if path.rpartition("/")[0] in folders:
+            raise DataError(
+                f"{place} must hold the files of format {form.name} that its own list names, but also holds {path}; "
+                "move it elsewhere, or name it there"
+            )
 
 
 def _read_parts(storage: Storage, path: str) -> Iterator[bytes]:

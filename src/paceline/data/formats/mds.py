@@ -50,6 +50,17 @@ class MDS(Format):
             )
         return super().choose(files)
 
+    def list_named(self, storage: Storage, file: FileInfo) -> list[str] | None:
+        """Return the paths of the shards that an ``index.json`` names; None of another file."""
+        folder, slash, name = file.path.rpartition("/")
+        if name != _INDEX:
+            return None
+        try:
+            shards = json.loads(storage.read(file.path))["shards"]
+            return [f"{folder}{slash}{shard['raw_data']['basename']}" for shard in shards]
+        except (ValueError, KeyError, TypeError) as error:
+            raise DataError(f"{file.path} must be the index of MDS shards, but: {error!r}; fetch it again") from error
+
     def scan(self, storage: Storage, file: FileInfo) -> Scan:
         """Read the offsets and columns of a shard."""
         try:
