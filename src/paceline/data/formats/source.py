@@ -164,6 +164,12 @@ class FileSource(Source):
             self._found = self._look()
         return [[file.path, file.num_bytes, file.num_samples, file.digest] for file in self._found.manifest.files]
 
+    def list_versions(self) -> list[list[str | int]]:
+        """Return path, size and mark of the content of each file, as they are now."""
+        known = {file.path for file in self.manifest.files}
+        found = self._where.list_files(sorted(known))
+        return [[file.path, file.num_bytes, file.version] for file in found if file.path in known]
+
     def take_shards(self, num_shards: int) -> None:
         """Have the samples of the first files."""
         self._take(self._found, num_shards)
