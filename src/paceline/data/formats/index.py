@@ -72,8 +72,12 @@ def find_index(place: Place, name: str, sequence_length: int | None) -> Index:
         return Index(known, form, None, found.strides, None)
     table = RecordTable.from_parts(_read_parts(storage, f"{folder}/{RECORDS}"))
     if table.digest() != manifest.records_digest:
-        raise DataError(f"the index of {place} must be whole, but its records are damaged; make it again")
-    counts = np.frombuffer(storage.read(f"{folder}/{COUNTS}"), dtype="<i8") if form.is_grouped else None
+        raise _damaged(place, "records")
+    counts = None
+    if form.is_grouped:
+        content = storage.read(f"{folder}/{COUNTS}")
+        counts = np.frombuffer(content[: len(content) // 8 * 8], dtype="<i8")
+    _check_counts(place, manifest, table, counts)
     return Index(manifest, form, table, None, counts)
 
 
@@ -185,6 +189,31 @@ def _choose(place: Place, files: Sequence[FileInfo], form: Format) -> list[FileI
             "--data.path and --data.format"
         )
     return chosen
+
+
+def _check_counts(place: Place, manifest: DataManifest, table: RecordTable, counts: NDArray[np.int64] | None) -> None:
+    """Compare the numbers of records and samples that the parts of an index tell.
+
+    Raises:
+        DataError: They differ.
+    """
+    ends = np.cumsum([0, *(file.num_records for file in manifest.files)])
+    if ends[-1] != table.num_rows or (counts is not None and len(counts) != table.num_rows):
+        raise _damaged(place, "numbers of records")
+    told = [file.num_samples for file in manifest.files]
+    if counts is None:
+        found = np.diff(ends)
+    else:
+        sums = np.concatenate([[0], np.cumsum(counts)])
+        found = sums[ends[1:]] - sums[ends[:-1]]
+    if told != found.tolist() or (counts is not None and (counts < 0).any()):
+        raise _damaged(place, "numbers of samples")
+
+
+def _damaged(place: Place, what: str) -> DataError:
+    return DataError(
+        f"the index of {place} must be whole, but its {what} are damaged; make it again: paceline data index {place}"
+    )
 
 
 def _compare_named(place: Place, files: Sequence[FileInfo], chosen: Sequence[FileInfo], form: Format) -> None:
