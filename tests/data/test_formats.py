@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import struct
 
 import numpy as np
 import pytest
@@ -9,8 +10,9 @@ import torch
 from file_samples import make_images, write_shards
 
 from paceline.data import FileSource
-from paceline.data.formats import FORMATS
+from paceline.data.formats import FORMATS, tfrecord
 from paceline.data.formats.columns import import_pyarrow
+from paceline.data.formats.crc32c import masked_crc32c
 from paceline.data.formats.index import write_index
 from paceline.data.formats.leaves import flatten
 from paceline.data.formats.mds import MDS
@@ -202,6 +204,71 @@ def test_shards_that_the_list_beside_them_names_must_be_there_and_no_others(tmp_
     (tmp_path / named_by).write_text("[]")
     with pytest.raises(DataError, match=rf"{named_by} must .* fetch it again"):
         FileSource(tmp_path)
+
+
+LIKE_TYPES = {
+    "id": b"007",
+    "text": b"hello",
+    "json": b"{}",
+    "cls": b"5",
+    "a.txt": b"x",
+    "name": "id",
+    "b": {"json": [1], "id": "007", "txt": "t"},
+    "big": {"id": 2**70, "npy": np.zeros((2, 2))},
+}
+
+
+@pytest.mark.parametrize("name", TREES)
+def test_names_that_look_like_types_change_no_leaf(tmp_path, name):
+    write_shards(tmp_path, name, [flatten(LIKE_TYPES)], num_shards=1)
+    (read,) = FileSource(tmp_path).read_leaves(np.arange(1))
+    assert_same({leaf: read.get(leaf) for leaf in flatten(LIKE_TYPES)}, flatten(LIKE_TYPES))
+    assert read.keys() - {"__key__"} == flatten(LIKE_TYPES).keys()
+
+
+@pytest.mark.filterwarnings("ignore::paceline.data.NoIndexWarning")
+def test_features_that_others_wrote_stay_what_they_are(tmp_path):
+    def feature(name, value):
+        return tfrecord._field(1, tfrecord._field(1, name) + value)
+
+    def of_bytes(content):
+        return tfrecord._field(2, tfrecord._field(1, tfrecord._field(1, content)))
+
+    entries = feature(b"id", of_bytes(b"img_1")) + feature(b"text", of_bytes("é".encode())) + feature(b"none", b"")
+    payload = tfrecord._field(1, entries + feature(b"cls", of_bytes(b"7")) + feature(b"txt", of_bytes(b"\xff")))
+    length = struct.pack("<Q", len(payload))
+    crcs = [struct.pack("<I", masked_crc32c(part)) for part in (length, payload)]
+    (tmp_path / "a.tfrecord").write_bytes(length + crcs[0] + payload + crcs[1])
+    (read,) = FileSource(tmp_path).read_leaves(np.arange(1))
+    assert read == {"id": b"img_1", "text": "é", "cls": b"7", "txt": b"\xff"}
+
+
+@pytest.mark.filterwarnings("ignore::paceline.data.NoIndexWarning")
+def test_columns_keep_nulls_shapes_and_large_numbers_and_have_names_of_their_own(tmp_path):
+    pyarrow = import_pyarrow()
+    whole = np.arange(12, dtype=np.float32).reshape(2, 2, 3)
+    rows = pyarrow.array([[1, None, 2**53 + 1], [4]], pyarrow.list_(pyarrow.int64()))
+    table = pyarrow.table({"row": rows, "tensor": pyarrow.FixedShapeTensorArray.from_numpy_ndarray(whole)})
+    pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
+    first, second = FileSource(tmp_path).read_trees(np.arange(2))
+    assert first["row"] == [1, None, 2**53 + 1]
+    assert second["row"].tolist() == [4]
+    np.testing.assert_array_equal([first["tensor"], second["tensor"]], whole)
+    for twice in (
+        pyarrow.Table.from_arrays([pyarrow.array([1]), pyarrow.array([2])], names=["a.b", "a.b"]),
+        pyarrow.table({"a.b": [1], "a": [{"b": 2}]}),
+    ):
+        pyarrow.parquet.write_table(twice, tmp_path / "a.parquet")
+        with pytest.raises(DataError, match=r"a\.parquet must have each column once, but has a\.b twice"):
+            FileSource(tmp_path)
+
+
+def test_leaves_of_one_name_are_refused(tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"a.b": 1, "a": {"b": 2}}\n')
+    with pytest.raises(BadSample, match=r"a leaf must have a name of its own, but a\.b is there twice"):
+        write_index(open_place(tmp_path), "auto")
+    with pytest.raises(DataError, match="must hold a value or further leaves, but x holds both"):
+        FORMATS["jsonl"]().write(LocalStorage(tmp_path), "s", [{"x": np.arange(2), "x.npy": b"z"}])
 
 
 def test_what_a_format_cannot_hold_is_refused(tmp_path):

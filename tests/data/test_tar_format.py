@@ -138,6 +138,11 @@ def test_a_folder_with_a_long_name_does_not_name_the_file_after_it(tmp_path):
     assert read_tar(tmp_path) == [{"__key__": "b", "txt": ""}]
 
 
+def test_an_id_that_is_no_plain_number_is_text(tmp_path):
+    write_tar(tmp_path, [(f"{place}.id", content) for place, content in enumerate([b"img_1", b"007", b"-7"])])
+    assert [sample["id"] for sample in read_tar(tmp_path)] == ["img_1", "007", -7]
+
+
 TREE = {
     "image": b"\x89PNG\r\n\x1a\nrest",
     "mask": np.arange(6, dtype=np.int16).reshape(2, 3),

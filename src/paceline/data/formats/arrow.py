@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from paceline.data.formats.base import Format, Scan
-from paceline.data.formats.columns import Rows, count_group_rows, import_pyarrow, make_table
+from paceline.data.formats.columns import Rows, check_names, count_group_rows, import_pyarrow, make_table
 from paceline.data.formats.files import RangeReader
 from paceline.data.formats.leaves import Sample, check_leaves
 from paceline.data.storage import FileInfo, Storage
@@ -44,6 +44,7 @@ class Arrow(Format):
                 if message.type == "schema":
                     header = message.serialize().to_pybytes()
                     schema = pyarrow.ipc.read_schema(message)
+                    check_names(schema, file.path)
                 elif message.type == "record batch" and schema is not None:
                     batch = pyarrow.ipc.read_record_batch(message, schema)
                     rows.append((start, opened.tell() - start, batch.num_rows))

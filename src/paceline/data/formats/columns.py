@@ -79,13 +79,35 @@ def _read_cell(cell: Any, coding: str) -> Any:
         return json.loads(cell.as_py())
     pyarrow = import_pyarrow()
     kind = cell.type
+    if isinstance(kind, pyarrow.FixedShapeTensorType):
+        return cell.to_numpy()
     is_list = pyarrow.types.is_list(kind) or pyarrow.types.is_large_list(kind) or pyarrow.types.is_fixed_size_list(kind)
-    if is_list and (pyarrow.types.is_integer(kind.value_type) or pyarrow.types.is_floating(kind.value_type)):
+    if is_list and (
+        pyarrow.types.is_floating(kind.value_type)
+        or (pyarrow.types.is_integer(kind.value_type) and not cell.values.null_count)
+    ):
         return cell.values.to_numpy(zero_copy_only=False)
     value = cell.as_py()
     if isinstance(value, dict) and value.keys() == {"bytes", "path"} and value["bytes"] is not None:
         return value["bytes"]  # an image or a sound as the datasets library keeps it
     return value
+
+
+def check_names(schema: "pyarrow.Schema", path: str) -> None:
+    """Refuse columns of which one would hide another.
+
+    Raises:
+        DataError: Two columns, with the names of structures before them, have one name.
+    """
+    names: set[str] = set()
+    waiting = [(field.name, field.type) for field in schema]
+    while waiting:
+        name, kind = waiting.pop()
+        if import_pyarrow().types.is_struct(kind):
+            waiting += [(f"{name}.{inner.name}", inner.type) for inner in kind]
+        elif name in names:
+            raise DataError(f"{path} must have each column once, but has {name} twice; rename one of them")
+        names.add(name)
 
 
 def make_table(samples: Sequence[Sample]) -> "pyarrow.Table":

@@ -202,7 +202,7 @@ def _read_line(line: bytes, path: str, start: int) -> Sample:
         if not isinstance(sample, dict):
             raise ValueError(f"it is no object but {type(sample).__name__}")
         return {name: _read_value(value) for name, value in flatten(_hide(sample)).items()}
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, DataError) as error:
         message = f"{path}: the line at byte {start} must be a JSON object, but: {error}; mend or remove it"
         raise BadSample(message, path=path, key=str(start), reason=str(error)) from error
 
@@ -235,15 +235,22 @@ def _read_value(value: Any) -> Any:
 def _write_line(sample: Sample) -> bytes:
     tree = nest({name: _write_value(value) for name, value in sample.items()})
     try:
-        return json.dumps(tree, ensure_ascii=False).encode() + b"\n"
+        return json.dumps(tree, ensure_ascii=False, default=_show).encode() + b"\n"
     except TypeError as error:
         raise DataError(f"a leaf must be bytes, text, a number, an array or JSON, but: {error}; convert it") from error
 
 
 def _write_value(value: Any) -> Any:
     if isinstance(value, bytes):
-        return {_BASE64: base64.b64encode(value).decode()}
+        return _Hidden({_BASE64: base64.b64encode(value).decode()})
     if isinstance(value, np.ndarray):
         content = base64.b64encode(np.ascontiguousarray(value).tobytes()).decode()
-        return {_BASE64: content, "dtype": value.dtype.str, "shape": list(value.shape)}
+        return _Hidden({_BASE64: content, "dtype": value.dtype.str, "shape": list(value.shape)})
     return value
+
+
+def _show(value: Any) -> dict[str, Any]:
+    """Return the mapping that stands for a value of JSON's own types."""
+    if isinstance(value, _Hidden):
+        return value.value
+    raise TypeError(f"it is {type(value).__name__}")

@@ -56,15 +56,22 @@ def find_image_type(content: object) -> str:
 
 
 def flatten(sample: Mapping[str, Any], prefix: str = "") -> Sample:
-    """Return the leaves of nested mappings under dotted names; tensors and array scalars as NumPy's and Python's."""
+    """Return the leaves of nested mappings under dotted names; tensors and array scalars as NumPy's and Python's.
+
+    Raises:
+        DataError: Two leaves have one name, as `a.b` and `b` in `a` have.
+    """
     flat: Sample = {}
     for name, value in sample.items():
         if isinstance(value, Mapping) and value:
-            flat |= flatten(value, f"{prefix}{name}.")
+            leaves = flatten(value, f"{prefix}{name}.")
         elif isinstance(value, torch.Tensor):
-            flat[f"{prefix}{name}"] = value.detach().cpu().numpy()
+            leaves = {f"{prefix}{name}": value.detach().cpu().numpy()}
         else:
-            flat[f"{prefix}{name}"] = value.item() if isinstance(value, np.generic) else value
+            leaves = {f"{prefix}{name}": value.item() if isinstance(value, np.generic) else value}
+        if twice := flat.keys() & leaves.keys():
+            raise DataError(f"a leaf must have a name of its own, but {min(twice)} is there twice; rename one of them")
+        flat |= leaves
     return flat
 
 
@@ -116,6 +123,24 @@ def encode_leaf(name: str, value: Any) -> tuple[str, bytes]:
         ) from error
 
 
+def encode_bare(name: str, value: Any) -> tuple[str, bytes]:
+    """Return a leaf as `encode_leaf` does, but for bytes, which stay under their name if that says no type."""
+    if isinstance(value, bytes):
+        return (f"{name}.bin" if name in _TEXTS or has_ending(name) else name), value
+    field, content = encode_leaf(name, value)
+    return (field if field in _TEXTS or has_ending(field) else f"{field}.{field}"), content
+
+
+def has_ending(field: str) -> bool:
+    """Return whether a leaf's name has an ending that says its type, such as ``mask.npy``."""
+    return _part_ending(field)[0] != field
+
+
+def decode_bare(name: str, content: bytes) -> str | bytes:
+    """Return what `encode_bare` stored under a name without an ending: text if that is its name, else bytes."""
+    return decode_text(content) if name in _TEXTS else name_image(name.lower(), content)
+
+
 def _with_ending(name: str, endings: frozenset[str] | set[str], ending: str) -> str:
     return name if name in endings else f"{name}.{ending}"
 
@@ -146,6 +171,8 @@ def decode_leaf(ending: str, content: bytes) -> Any:
     """Return the value of a leaf's bytes: see `decode_leaves`."""
     if ending in _BYTES:
         return name_image(ending, content)
+    if ending == "id" and not _is_plain_number(content):
+        return decode_text(content)
     if ending in _INTEGERS:
         return int(content)
     if ending in _TEXTS:
@@ -155,6 +182,22 @@ def decode_leaf(ending: str, content: bytes) -> Any:
     if ending == "npy":
         return decode_array(content)
     return content
+
+
+def _is_plain_number(content: bytes) -> bool:
+    """Return whether bytes are a whole number as Python writes it, so that ``007`` and ``img_1`` are none."""
+    try:
+        return str(int(content)).encode() == content
+    except ValueError:
+        return False
+
+
+def decode_text(content: bytes) -> str | bytes:
+    """Return the text of bytes; the bytes if they are none."""
+    try:
+        return content.decode()
+    except UnicodeDecodeError:
+        return content
 
 
 def encode_array(array: np.ndarray[Any, np.dtype[Any]]) -> bytes:

@@ -89,11 +89,12 @@ class MDS(Format):
                 if len(value) < size:
                     raise ValueError(f"column {name} was cut")
                 place += size
-                sample[name] = _find_reader(name, encoding, path)(value)
+                leaf = name.removesuffix(".npy") if encoding == "bytes" and name != KEY else name
+                sample[leaf] = _find_reader(name, encoding, path)(value)
         except (ValueError, IndexError, KeyError, StopIteration) as error:
             message = f"{path}: the sample at byte {start} must be whole, but: {error}; fetch the shard again"
             raise BadSample(message, path=path, key=str(start), reason=str(error)) from error
-        return [{name.removesuffix(".npy") if name != KEY else name: value for name, value in sample.items()}]
+        return [sample]
 
     def encode(self, samples: Sequence[Sample]) -> bytes:
         """Return a shard."""
@@ -151,6 +152,8 @@ def _choose_columns(samples: Sequence[Sample]) -> list[tuple[str, str, str]]:
     for leaf in first:
         kinds = {_find_encoding(sample[leaf]) for sample in samples}
         encoding = kinds.pop() if len(kinds) == 1 else "json"
+        if encoding == "bytes" and leaf.endswith(".npy"):
+            raise DataError(f"a leaf of bytes must have no name that says an array, but got {leaf}; rename it")
         columns.append((f"{leaf}.npy", "bytes", leaf) if encoding == "npy" else (leaf, encoding, leaf))
     return columns
 
