@@ -271,6 +271,22 @@ def test_leaves_of_one_name_are_refused(tmp_path):
         FORMATS["jsonl"]().write(LocalStorage(tmp_path), "s", [{"x": np.arange(2), "x.npy": b"z"}])
 
 
+@pytest.mark.parametrize("name", [*TREES, "text"])
+def test_halves_of_characters_and_arrays_of_objects_are_refused(tmp_path, name):
+    storage = LocalStorage(tmp_path)
+    with pytest.raises(DataError, match="text must be of whole characters, but"):
+        FORMATS[name]().write(storage, "s", [{"a": "x\ud800"}])
+    if name != "text":
+        with pytest.raises(DataError, match=r"an array must be of numbers|a leaf must be bytes, text"):
+            FORMATS[name]().write(storage, "s", [{"a": np.array([{}], dtype=object)}])
+
+
+def test_json_nested_too_deep_is_a_bad_sample(tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"a": ' + "[" * 200_000 + "]" * 200_000 + "}\n")
+    with pytest.raises(BadSample, match=r"the line at byte 0 must be a JSON object, but: .*recursion"):
+        write_index(open_place(tmp_path), "auto")
+
+
 def test_what_a_format_cannot_hold_is_refused(tmp_path):
     storage = LocalStorage(tmp_path)
     with pytest.raises(DataError, match="must have the same leaves for format mds, but got a and b; take tar or jsonl"):

@@ -129,7 +129,10 @@ def make_table(samples: Sequence[Sample]) -> "pyarrow.Table":
         else:
             values = [to_native(value) if isinstance(value, np.ndarray) else value for value in values]
         fields.append(pyarrow.field(name, kind, metadata={_CODING: coding.encode()} if coding else None))
-        columns.append(pyarrow.array(values, type=kind))
+        try:
+            columns.append(pyarrow.array(values, type=kind))
+        except UnicodeEncodeError as error:
+            raise DataError(f"text must be of whole characters, but leaf {name}: {error}; replace it") from error
     return pyarrow.table(columns, schema=pyarrow.schema(fields))
 
 

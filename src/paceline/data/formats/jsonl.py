@@ -11,7 +11,7 @@ import numpy as np
 
 from paceline.data.formats.base import Format, Scan
 from paceline.data.formats.files import StorageFile
-from paceline.data.formats.leaves import Sample, flatten, nest, to_native
+from paceline.data.formats.leaves import Sample, check_array, encode_text, flatten, nest, to_native
 from paceline.data.storage import FileInfo, Storage
 from paceline.errors import BadSample, DataError, missing_extra
 
@@ -202,7 +202,7 @@ def _read_line(line: bytes, path: str, start: int) -> Sample:
         if not isinstance(sample, dict):
             raise ValueError(f"it is no object but {type(sample).__name__}")
         return {name: _read_value(value) for name, value in flatten(_hide(sample)).items()}
-    except (ValueError, KeyError, TypeError, DataError) as error:
+    except (ValueError, KeyError, TypeError, DataError, RecursionError) as error:
         message = f"{path}: the line at byte {start} must be a JSON object, but: {error}; mend or remove it"
         raise BadSample(message, path=path, key=str(start), reason=str(error)) from error
 
@@ -235,7 +235,7 @@ def _read_value(value: Any) -> Any:
 def _write_line(sample: Sample) -> bytes:
     tree = nest({name: _write_value(value) for name, value in sample.items()})
     try:
-        return json.dumps(tree, ensure_ascii=False, default=_show).encode() + b"\n"
+        return encode_text(json.dumps(tree, ensure_ascii=False, default=_show)) + b"\n"
     except TypeError as error:
         raise DataError(f"a leaf must be bytes, text, a number, an array or JSON, but: {error}; convert it") from error
 
@@ -244,6 +244,7 @@ def _write_value(value: Any) -> Any:
     if isinstance(value, bytes):
         return _Hidden({_BASE64: base64.b64encode(value).decode()})
     if isinstance(value, np.ndarray):
+        check_array(value)
         content = base64.b64encode(np.ascontiguousarray(value).tobytes()).decode()
         return _Hidden({_BASE64: content, "dtype": value.dtype.str, "shape": list(value.shape)})
     return value

@@ -110,13 +110,13 @@ def encode_leaf(name: str, value: Any) -> tuple[str, bytes]:
         ending = find_image_type(content) or "bin"
         return (name if name == ending else f"{name}.{ending}"), content
     if isinstance(value, str):
-        return _with_ending(name, _TEXTS, "txt"), value.encode()
+        return _with_ending(name, _TEXTS, "txt"), encode_text(value)
     if isinstance(value, int) and not isinstance(value, bool):
         return _with_ending(name, _INTEGERS, "cls"), str(value).encode()
     if isinstance(value, np.ndarray) and value.dtype.kind in "biufc":
         return _with_ending(name, {"npy"}, "npy"), encode_array(value)
     try:
-        return _with_ending(name, _JSON, "json"), json.dumps(value, ensure_ascii=False).encode()
+        return _with_ending(name, _JSON, "json"), encode_text(json.dumps(value, ensure_ascii=False))
     except (TypeError, ValueError) as error:
         raise DataError(
             f"a leaf must be bytes, text, a number, an array or JSON, but {name} is {type(value).__name__}; convert it"
@@ -192,6 +192,31 @@ def _is_plain_number(content: bytes) -> bool:
         return False
 
 
+def encode_text(text: str) -> bytes:
+    """Return text as UTF-8.
+
+    Raises:
+        DataError: It holds half of a pair of surrogates, which is no character.
+    """
+    try:
+        return text.encode()
+    except UnicodeEncodeError as error:
+        raise DataError(
+            f"text must be of whole characters, but got half of one ({text[error.start]!r}) at character "
+            f"{error.start}; replace it"
+        ) from error
+
+
+def check_array(array: np.ndarray[Any, np.dtype[Any]]) -> None:
+    """Refuse an array of Python objects, or of several fields.
+
+    Raises:
+        DataError: The array is of objects or has fields.
+    """
+    if array.dtype.kind in "OV":
+        raise DataError(f"an array must be of numbers to be stored, but got one of {array.dtype}; convert it")
+
+
 def decode_text(content: bytes) -> str | bytes:
     """Return the text of bytes; the bytes if they are none."""
     try:
@@ -202,6 +227,7 @@ def decode_text(content: bytes) -> str | bytes:
 
 def encode_array(array: np.ndarray[Any, np.dtype[Any]]) -> bytes:
     """Return the bytes of an ``.npy`` file."""
+    check_array(array)
     buffer = io.BytesIO()
     np.lib.format.write_array(buffer, np.asarray(array), allow_pickle=False)
     return buffer.getvalue()

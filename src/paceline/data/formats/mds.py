@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from paceline.data.formats.base import Format, Scan
-from paceline.data.formats.leaves import KEY, Sample, decode_array, encode_array, to_native
+from paceline.data.formats.leaves import KEY, Sample, decode_array, encode_array, encode_text, to_native
 from paceline.data.storage import FileInfo, Storage
 from paceline.errors import BadSample, DataError
 
@@ -176,7 +176,7 @@ def _write_value(encoding: str, value: Any) -> bytes:
         return value if isinstance(value, bytes) else encode_array(value)
     if encoding == "json":
         return _dump(value)
-    return value.encode() if encoding == "str" else struct.pack("<q" if encoding == "int" else "<d", value)
+    return encode_text(value) if encoding == "str" else struct.pack("<q" if encoding == "int" else "<d", value)
 
 
 def _dump(value: Any) -> bytes:
