@@ -76,7 +76,7 @@ class Format(ABC):
         """Return the paths of the files that a file beside them names as the whole of the data; None if it names none.
 
         Raises:
-            DataError: It is damaged.
+            DataError: The file is damaged.
         """
         return None
 

@@ -161,7 +161,7 @@ def _read_label(value: Any, name: str) -> int:
     """Return the number of a class.
 
     Raises:
-        DataError: It is no whole number, so that another class would be trained.
+        DataError: The label is no whole number, so that another class would be trained.
     """
     number = np.asarray(value)
     if number.size != 1 or number.dtype.kind not in "biuf" or (label := int(number.item())) != number.item():

@@ -195,7 +195,7 @@ def _check_counts(place: Place, manifest: DataManifest, table: RecordTable, coun
     """Compare the numbers of records and samples that the parts of an index tell.
 
     Raises:
-        DataError: They differ.
+        DataError: The numbers differ.
     """
     ends = np.cumsum([0, *(file.num_records for file in manifest.files)])
     if ends[-1] != table.num_rows or (counts is not None and len(counts) != table.num_rows):

@@ -196,7 +196,7 @@ def encode_text(text: str) -> bytes:
     """Return text as UTF-8.
 
     Raises:
-        DataError: It holds half of a pair of surrogates, which is no character.
+        DataError: The text holds half of a pair of surrogates, which is no character.
     """
     try:
         return text.encode()

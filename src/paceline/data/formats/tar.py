@@ -29,7 +29,7 @@ _REFUSED = {
     "2": ("a link to a file", "pack with --dereference"),
     "S": ("a file with holes", "pack without --sparse"),
 }
-"""What an entry is that holds no file's content, and what to do, by its type."""
+"""Names of entries that hold no content of a file, and what to do, by their type."""
 
 
 class Tar(Format):
