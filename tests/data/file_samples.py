@@ -10,11 +10,13 @@ from paceline.data.formats.index import write_index
 from paceline.data.formats.opening import open_place
 from paceline.data.storage import LocalStorage
 
+KINDS = ("PNG", "JPEG", "GIF", "BMP", "WEBP")
 
-def draw_image(seed, side=12):
+
+def draw_image(seed, side=12, kind="PNG"):
     pixels = np.random.default_rng(seed).integers(0, 256, (side, side, 3), dtype=np.uint8)
     buffer = io.BytesIO()
-    Image.fromarray(pixels).save(buffer, "PNG")
+    Image.fromarray(pixels).save(buffer, kind)
     return buffer.getvalue()
 
 

@@ -160,6 +160,14 @@ def test_the_leaf_that_is_named_is_taken_of_a_tree(tmp_path):
         FileData(path=str(tmp_path)).open()
 
 
+@pytest.mark.parametrize("label", [0.9, "cat", [1, 2]])
+def test_labels_that_are_no_whole_numbers_are_refused(tmp_path, label):
+    write_shards(tmp_path, "jsonl", [{"x": [0.5], "label": label}] * 20)
+    data = FileData(path=str(tmp_path), num_classes=3, target="label", input="x").open()
+    with pytest.raises(BadSample, match=r"labels must be whole numbers, but leaf label is .*--data\.target"):
+        data.train.read(np.arange(1))
+
+
 def test_classes_that_nobody_knows_must_be_given(tmp_path):
     write_shards(tmp_path, "tar", make_images(4), indexed=False)
     with pytest.warns(NoIndexWarning), pytest.raises(SettingsError, match=r"data.num_classes must be given for"):

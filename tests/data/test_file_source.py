@@ -1,5 +1,6 @@
 """Files as a source of samples: index, manifest, ranges and what has changed."""
 
+import json
 import os
 import subprocess
 import sys
@@ -89,6 +90,39 @@ def test_the_manifest_has_the_digest_of_each_block_and_survives_json(tmp_path):
     assert again == manifest
     assert again.fingerprint == manifest.fingerprint
     assert manifest.digests("b.txt") is None
+
+
+@pytest.mark.parametrize("is_of_today", [True, False])
+@pytest.mark.parametrize("name", ["tar", "jsonl_gz"])
+def test_an_index_whose_numbers_have_changed_is_refused(tmp_path, name, is_of_today):
+    """The fingerprint does not have them, and an index of an earlier Paceline has no digest of its document."""
+    write_shards(tmp_path, name, make_images(8))
+    path = tmp_path / ".paceline/manifest.json"
+    document = json.loads(path.read_text())
+    if not is_of_today:
+        del document["digest"]
+    path.write_text(json.dumps(document))
+    assert len(FileSource(tmp_path)) == 8
+    for key, value in (("num_samples", 3), ("num_records", 7)):
+        before, document["files"][0][key] = document["files"][0][key], value
+        path.write_text(json.dumps(document))
+        with pytest.raises(DataError, match=r"must be whole, but .*damaged; make it again: paceline data index"):
+            FileSource(tmp_path)
+        document["files"][0][key] = before
+    if is_of_today:
+        document["about"]["largest"]["label"] = 9
+        path.write_text(json.dumps(document))
+        with pytest.raises(DataError, match=r"must be whole, but is damaged"):
+            FileSource(tmp_path)
+
+
+@pytest.mark.parametrize("change", [lambda content: b"\7" + content[1:], lambda content: content[:-3]])
+def test_numbers_of_samples_that_are_damaged_are_refused(tmp_path, change):
+    write_shards(tmp_path, "jsonl_gz", make_images(8))
+    path = tmp_path / ".paceline/counts.bin"
+    path.write_bytes(change(path.read_bytes()))
+    with pytest.raises(DataError, match=r"must be whole, but its numbers of (samples|records) are damaged"):
+        FileSource(tmp_path)
 
 
 @pytest.mark.parametrize("part", ["manifest.json", "records.bin", "blocks.bin"])

@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import struct
 
 import numpy as np
 import pytest
@@ -9,7 +10,9 @@ import torch
 from file_samples import make_images, write_shards
 
 from paceline.data import FileSource
-from paceline.data.formats import FORMATS
+from paceline.data.formats import FORMATS, tfrecord
+from paceline.data.formats.columns import import_pyarrow
+from paceline.data.formats.crc32c import masked_crc32c
 from paceline.data.formats.index import write_index
 from paceline.data.formats.leaves import flatten
 from paceline.data.formats.mds import MDS
@@ -129,6 +132,158 @@ def test_frames_that_end_inside_a_line_are_joined(tmp_path):
     content = (tmp_path / "a.jsonl.gz").read_bytes()
     (tmp_path / "a.jsonl.gz").write_bytes(content[:-5])
     with pytest.raises(DataError, match=r"a\.jsonl\.gz must end with a whole frame, but that at byte \d+ was cut"):
+        write_index(open_place(tmp_path), "auto")
+
+
+@pytest.mark.filterwarnings("ignore::paceline.data.NoIndexWarning")
+@pytest.mark.parametrize("name", ["jsonl_gz", "jsonl_zst"])
+@pytest.mark.parametrize(
+    "parts",
+    [
+        [b'{"n": 0}\n{"n": 1}', b""],  # as bgzip ends a file
+        [b'{"n": 0}\n{"n"', b"", b": 1}\n"],
+        [b'\n \n{"n": 0}  \n\n', b" \r\n", b'  {"n": 1}', b"  \n \t", b""],
+        [b"", b'{"n": 0}', b"\n", b" ", b'{"n": 1}\n  '],
+    ],
+)
+def test_empty_frames_and_lines_of_spaces_lose_no_line(tmp_path, name, parts):
+    form = FORMATS[name]()
+    (tmp_path / f"a{form.suffixes[0]}").write_bytes(b"".join(map(form.pack, parts)))
+    source = FileSource(tmp_path)
+    assert [tree["n"] for tree in source.read_trees(np.arange(len(source)))] == [0, 1]
+
+
+def test_a_record_that_holds_another_number_of_samples_than_indexed_is_told(tmp_path):
+    path, line = tmp_path / "a.jsonl.gz", b'{"n": 1}\n'
+    path.write_bytes(gzip.compress(line * 2, compresslevel=0))
+    write_index(open_place(tmp_path), "auto")
+    size = path.stat().st_size
+    path.write_bytes(gzip.compress(line.ljust(2 * len(line)), compresslevel=0))
+    assert path.stat().st_size == size
+    with pytest.raises(BadSample, match=r"but it holds 1 samples, not 2 as the index says; index the data again"):
+        FileSource(tmp_path).read_trees(np.arange(2))
+
+
+@pytest.mark.filterwarnings("ignore::paceline.data.NoIndexWarning")
+@pytest.mark.parametrize("kind", ["file", "stream"])
+def test_an_arrow_file_that_was_cut_between_record_batches_is_refused(tmp_path, kind):
+    pyarrow = import_pyarrow()
+    table = pyarrow.table({"a": list(range(10))})
+    with getattr(pyarrow.ipc, f"new_{kind}")(tmp_path / "a.arrow", table.schema) as writer:
+        writer.write_table(table, max_chunksize=3)
+    source = FileSource(tmp_path)
+    assert [tree["a"] for tree in source.read_trees(np.arange(10))] == list(range(10))
+    content = (tmp_path / "a.arrow").read_bytes()
+    starts = [extent.start for extent in source.locate(np.arange(10))]
+    message = "must be a whole Arrow file" if kind == "file" else "must end with the mark of a stream's end"
+    joined = [content + content] if kind == "stream" else []
+    for changed in [*(content[:start] for start in starts[1:]), *joined]:
+        (tmp_path / "a.arrow").write_bytes(changed)
+        with pytest.raises(DataError, match=message):
+            FileSource(tmp_path)
+    if kind == "file":
+        (tmp_path / "a.arrow").write_bytes(content[: starts[1]] + content[starts[2] :])
+        with pytest.raises(DataError, match="must hold 4 record batches, as its footer says, but has 3"):
+            FileSource(tmp_path)
+
+
+@pytest.mark.filterwarnings("ignore::paceline.data.NoIndexWarning")
+@pytest.mark.parametrize(("name", "named_by"), [("hf", "state.json"), ("mds", "index.json")])
+def test_shards_that_the_list_beside_them_names_must_be_there_and_no_others(tmp_path, name, named_by):
+    write_shards(tmp_path, name, make_images(6), indexed=False)
+    assert len(FileSource(tmp_path)) == 6
+    [first, second] = sorted(tmp_path.glob("shard-*"))
+    other = first.with_stem("other")
+    other.write_bytes(first.read_bytes())
+    with pytest.raises(DataError, match=rf"also holds {other.name}; move it elsewhere, or name it there"):
+        FileSource(tmp_path)
+    other.unlink()
+    second.unlink()
+    with pytest.raises(DataError, match=rf"must hold {second.name}, which its {named_by} names; fetch it again"):
+        FileSource(tmp_path)
+    (tmp_path / named_by).write_text("[]")
+    with pytest.raises(DataError, match=rf"{named_by} must .* fetch it again"):
+        FileSource(tmp_path)
+
+
+LIKE_TYPES = {
+    "id": b"007",
+    "text": b"hello",
+    "json": b"{}",
+    "cls": b"5",
+    "a.txt": b"x",
+    "name": "id",
+    "b": {"json": [1], "id": "007", "txt": "t"},
+    "big": {"id": 2**70, "npy": np.zeros((2, 2))},
+}
+
+
+@pytest.mark.parametrize("name", TREES)
+def test_names_that_look_like_types_change_no_leaf(tmp_path, name):
+    write_shards(tmp_path, name, [flatten(LIKE_TYPES)], num_shards=1)
+    (read,) = FileSource(tmp_path).read_leaves(np.arange(1))
+    assert_same({leaf: read.get(leaf) for leaf in flatten(LIKE_TYPES)}, flatten(LIKE_TYPES))
+    assert read.keys() - {"__key__"} == flatten(LIKE_TYPES).keys()
+
+
+@pytest.mark.filterwarnings("ignore::paceline.data.NoIndexWarning")
+def test_features_that_others_wrote_stay_what_they_are(tmp_path):
+    def feature(name, value):
+        return tfrecord._field(1, tfrecord._field(1, name) + value)
+
+    def of_bytes(content):
+        return tfrecord._field(2, tfrecord._field(1, tfrecord._field(1, content)))
+
+    entries = feature(b"id", of_bytes(b"img_1")) + feature(b"text", of_bytes("é".encode())) + feature(b"none", b"")
+    payload = tfrecord._field(1, entries + feature(b"cls", of_bytes(b"7")) + feature(b"txt", of_bytes(b"\xff")))
+    length = struct.pack("<Q", len(payload))
+    crcs = [struct.pack("<I", masked_crc32c(part)) for part in (length, payload)]
+    (tmp_path / "a.tfrecord").write_bytes(length + crcs[0] + payload + crcs[1])
+    (read,) = FileSource(tmp_path).read_leaves(np.arange(1))
+    assert read == {"id": b"img_1", "text": "é", "cls": b"7", "txt": b"\xff"}
+
+
+@pytest.mark.filterwarnings("ignore::paceline.data.NoIndexWarning")
+def test_columns_keep_nulls_shapes_and_large_numbers_and_have_names_of_their_own(tmp_path):
+    pyarrow = import_pyarrow()
+    whole = np.arange(12, dtype=np.float32).reshape(2, 2, 3)
+    rows = pyarrow.array([[1, None, 2**53 + 1], [4]], pyarrow.list_(pyarrow.int64()))
+    table = pyarrow.table({"row": rows, "tensor": pyarrow.FixedShapeTensorArray.from_numpy_ndarray(whole)})
+    pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
+    first, second = FileSource(tmp_path).read_trees(np.arange(2))
+    assert first["row"] == [1, None, 2**53 + 1]
+    assert second["row"].tolist() == [4]
+    np.testing.assert_array_equal([first["tensor"], second["tensor"]], whole)
+    for twice in (
+        pyarrow.Table.from_arrays([pyarrow.array([1]), pyarrow.array([2])], names=["a.b", "a.b"]),
+        pyarrow.table({"a.b": [1], "a": [{"b": 2}]}),
+    ):
+        pyarrow.parquet.write_table(twice, tmp_path / "a.parquet")
+        with pytest.raises(DataError, match=r"a\.parquet must have each column once, but has a\.b twice"):
+            FileSource(tmp_path)
+
+
+def test_leaves_of_one_name_are_refused(tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"a.b": 1, "a": {"b": 2}}\n')
+    with pytest.raises(BadSample, match=r"a leaf must have a name of its own, but a\.b is there twice"):
+        write_index(open_place(tmp_path), "auto")
+    with pytest.raises(DataError, match="must hold a value or further leaves, but x holds both"):
+        FORMATS["jsonl"]().write(LocalStorage(tmp_path), "s", [{"x": np.arange(2), "x.npy": b"z"}])
+
+
+@pytest.mark.parametrize("name", [*TREES, "text"])
+def test_halves_of_characters_and_arrays_of_objects_are_refused(tmp_path, name):
+    storage = LocalStorage(tmp_path)
+    with pytest.raises(DataError, match="text must be of whole characters, but"):
+        FORMATS[name]().write(storage, "s", [{"a": "x\ud800"}])
+    if name != "text":
+        with pytest.raises(DataError, match=r"an array must be of numbers|a leaf must be bytes, text"):
+            FORMATS[name]().write(storage, "s", [{"a": np.array([{}], dtype=object)}])
+
+
+def test_json_nested_too_deep_is_a_bad_sample(tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"a": ' + "[" * 200_000 + "]" * 200_000 + "}\n")
+    with pytest.raises(BadSample, match=r"the line at byte 0 must be a JSON object, but: .*recursion"):
         write_index(open_place(tmp_path), "auto")
 
 

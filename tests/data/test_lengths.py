@@ -69,6 +69,27 @@ def test_a_pair_gets_its_mask_as_one_more_input():
     assert targets.tolist() == [[1, 1], [1, -100]]
 
 
+@pytest.mark.parametrize("leaves", [(), ("ids",)])
+def test_lists_of_numbers_are_padded(leaves):
+    padding = Padding(leaves=leaves, value=9)
+    samples = [{"ids": [1, 2, 3], "x": torch.ones(2)}, {"ids": [], "x": torch.ones(2)}]
+    batch = padding(samples)
+    assert batch["ids"].tolist() == [[1, 2, 3], [9, 9, 9]]
+    assert batch["ids"].dtype == torch.int64
+    assert batch["x"].shape == (2, 2)
+    assert padding.length_of(samples[0]) == 3
+    inputs, targets = Padding(value=9)([([1, 2], [0.5]), ([3], [1.5, 2])])
+    assert (inputs.tolist(), targets.tolist()) == ([[1, 2], [3, 9]], [[0.5, -100], [1.5, 2]])
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.bool])
+def test_labels_whose_type_does_not_hold_the_padding_become_int64(dtype):
+    for lengths in ((1, 2), (2, 2)):
+        _, labels = Padding()([(torch.ones(n), torch.ones(n, dtype=dtype)) for n in lengths])
+        assert labels.dtype == torch.int64, "also in a batch in which nothing is added"
+        assert labels.tolist() == [[1, -100 if lengths[0] == 1 else 1], [1, 1]]
+
+
 def test_only_named_leaves_are_padded():
     with pytest.raises(DataError, match="samples must be alike for torch to stack them"):
         Padding(leaves=("a",))([{"a": torch.ones(n), "b": torch.ones(n)} for n in (1, 2)])

@@ -1,6 +1,7 @@
 """Conversion of data: balanced shards, equal bytes at any number of processes, and going on after a kill."""
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -8,7 +9,7 @@ import time
 
 import numpy as np
 import pytest
-from file_samples import make_images, write_shards
+from file_samples import KINDS, draw_image, make_images, write_shards
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -18,6 +19,7 @@ from paceline.data.formats import prepare as prepare_module
 from paceline.data.formats.check import check_data
 from paceline.data.formats.prepare import plan_shards, prepare
 from paceline.data.formats.source import NoIndexWarning
+from paceline.data.storage import LocalStorage
 from paceline.errors import DataError, SettingsError
 
 WRITTEN = sorted(FORMATS.keys() - {"tokens", "text"})
@@ -119,6 +121,59 @@ def test_leaves_that_a_format_does_not_hold_are_named(tmp_path, run_here):
     assert "left out, as format folder does not hold them: caption, score; tar holds" in done.stdout
 
 
+def test_an_image_folder_returns_all_kinds_of_images_and_their_labels(tmp_path):
+    samples = [{"image": draw_image(number, kind=kind), "label": number} for number, kind in enumerate(KINDS)]
+    write_shards(tmp_path / "in", "tar", samples)
+    assert prepare(FileSource(tmp_path / "in"), tmp_path / "out", "folder", 1000).num_samples == len(KINDS)
+    trees = FileSource(tmp_path / "out").read_trees(np.arange(len(KINDS)))
+    assert [(tree["image"], tree["label"]) for tree in trees] == [(one["image"], one["label"]) for one in samples]
+
+
+@pytest.mark.parametrize("labels", [[0, 2], [1, 2], [-1, 0, 1], [3, 3], [99999, 100000]])
+def test_labels_that_an_image_folder_would_change_are_refused(tmp_path, labels):
+    samples = [{"image": draw_image(number), "label": label} for number, label in enumerate(labels)]
+    write_shards(tmp_path / "in", "tar", samples)
+    with pytest.raises(DataError, match=r"labels must be 0, 1 and so on, .*but got the folders .*take tar"):
+        prepare(FileSource(tmp_path / "in"), tmp_path / "out", "folder", 1000)
+
+
+def test_a_label_that_some_images_lack_is_refused(tmp_path):
+    samples = [{"image": draw_image(number), **({"label": number - 1} if number else {})} for number in range(3)]
+    write_shards(tmp_path / "in", "tar", samples)
+    with pytest.raises(DataError, match=r"but got the folders \., 00000, 00001"):
+        prepare(FileSource(tmp_path / "in"), tmp_path / "out", "folder", 1000)
+
+
+def test_samples_of_a_tar_shard_stay_apart_and_those_it_cannot_hold_are_refused(tmp_path):
+    keys = ["a.b", "a_b", "a_b-000000001", "a_b", "a_b-000000003"]
+    write_shards(tmp_path / "in", "jsonl", [{"__key__": key, "x": place} for place, key in enumerate(keys)])
+    prepare(FileSource(tmp_path / "in"), tmp_path / "out", "tar", 10**6)
+    assert [tree["x"] for tree in FileSource(tmp_path / "out").read_trees(np.arange(5))] == list(range(5))
+    for sample, message in (({}, "must have leaves to be stored"), ({"a/b": 1}, "must have no / for format tar")):
+        write_shards(tmp_path / "next", "jsonl", [{"x": 1}, sample])
+        with pytest.raises(DataError, match=message):
+            prepare(FileSource(tmp_path / "next"), tmp_path / "refused", "tar", 10**6)
+        shutil.rmtree(tmp_path / "refused")
+
+
+def test_an_output_of_which_fewer_samples_are_read_is_refused(folder, tmp_path, monkeypatch):
+    encode = FORMATS["jsonl"].encode
+    monkeypatch.setattr(FORMATS["jsonl"], "encode", lambda form, samples: encode(form, samples[1:]))
+    with pytest.raises(DataError, match=r"out must hold the 60 samples that were written, but 59 are read of it"):
+        prepare(FileSource(folder), tmp_path / "out", "jsonl", 10**9)
+
+
+@pytest.mark.parametrize("name", sorted(FORMATS.keys() - {"folder", "tokens", "text"}))
+def test_arrays_of_the_other_byte_order_keep_their_values(tmp_path, name):
+    rows = [np.arange(4, dtype=">f4"), np.arange(6, dtype=">i2").reshape(2, 3)]
+    write_shards(tmp_path, name, [{"row": rows[0], "matrix": rows[1]}] * 2, num_shards=1)
+    (tree,) = FileSource(tmp_path).read_trees(np.arange(1))
+    for leaf, row in zip(("row", "matrix"), rows, strict=True):
+        np.testing.assert_array_equal(tree[leaf], row)
+        assert tree[leaf].dtype == row.dtype.newbyteorder("=")
+    assert FileSource(tmp_path).read(np.arange(2))["row"].tolist() == [[0, 1, 2, 3]] * 2
+
+
 def test_a_format_that_cannot_hold_the_samples_says_so_before_all_is_read(folder, tmp_path):
     read = []
 
@@ -181,6 +236,73 @@ def test_it_goes_on_where_it_was_and_only_with_the_same_settings(folder, tmp_pat
     assert calls == [16, 16, 16, 16, 12], "parts that were done are not done again"
     prepare(source, tmp_path / "whole", "tar", 6000)
     assert files_of(tmp_path / "out") == files_of(tmp_path / "whole")
+
+
+def test_it_goes_on_with_the_same_data_only(tmp_path, monkeypatch):
+    """Without an index the size alone would tell it from other data."""
+    path = tmp_path / "a.jsonl"
+    monkeypatch.setattr(prepare_module, "PART_SAMPLES", 16)
+
+    def prepare_part(number, hook):
+        path.write_text(f'{{"x": {number}}}\n' * 40)
+        os.utime(path, (number, number))
+        with pytest.warns(NoIndexWarning):
+            return prepare(FileSource(path), tmp_path / "out", "tar", 6000, hook=hook)
+
+    calls = []
+
+    def fail_at_second(samples):
+        calls.append(1)
+        assert len(calls) < 2, "the power is gone"
+        return samples
+
+    with pytest.raises(AssertionError, match="the power is gone"):
+        prepare_part(1, fail_at_second)
+    with pytest.raises(SettingsError, match="must hold an unfinished conversion with these settings to go on"):
+        prepare_part(2, None)
+    assert prepare_part(1, None).num_samples == 40
+
+
+@pytest.mark.parametrize("num_removed", [0, 1, 5, 9])
+def test_a_conversion_that_is_killed_while_it_tidies_up_is_finished_by_the_next_call(
+    folder, tmp_path, monkeypatch, num_removed
+):
+    source, remove = FileSource(folder), LocalStorage.remove
+
+    def remove_some(storage, paths):
+        remove(storage, paths[:num_removed])
+        raise KeyboardInterrupt
+
+    whole = prepare(source, tmp_path / "whole", "tar", 6000)
+    monkeypatch.setattr(LocalStorage, "remove", remove_some)
+    with pytest.raises(KeyboardInterrupt):
+        prepare(source, tmp_path / "out", "tar", 6000)
+    monkeypatch.setattr(LocalStorage, "remove", remove)
+    with pytest.raises(SettingsError, match="must hold an unfinished conversion with these settings to go on"):
+        prepare(source, tmp_path / "out", "tar", 7000)
+    assert prepare(source, tmp_path / "out", "tar", 6000) == whole
+    assert files_of(tmp_path / "out") == files_of(tmp_path / "whole")
+
+
+def test_files_that_kills_have_torn_are_no_hindrance_and_go(folder, tmp_path):
+    source, torn = FileSource(folder), tmp_path / "out/.paceline/prepare/.settings.json.7.part"
+    torn.parent.mkdir(parents=True)
+    torn.write_text("{")
+    (tmp_path / "out/.shard-000000.tar.7.part").write_text("x")
+    prepare(source, tmp_path / "out", "tar", 6000)
+    prepare(source, tmp_path / "whole", "tar", 6000)
+    assert files_of(tmp_path / "out") == files_of(tmp_path / "whole")
+
+
+def test_an_edited_function_does_not_go_on_with_what_the_old_one_has_made(folder, tmp_path, run_here):
+    mine = tmp_path / "mine.py"
+    command = ("data", "prepare", folder, tmp_path / "out", "--change", f"{mine}:change", "--processes", 1)
+    begun = "import os\nseen = []\ndef change(samples):\n    seen.append(1)\n"
+    mine.write_text(begun + "    raise ValueError('the power is gone')\n")
+    assert run_here(*command).returncode != 0
+    mine.write_text(begun + "    return samples\n")
+    refused = run_here(*command)
+    assert "must hold an unfinished conversion with these settings to go on" in refused.stderr
 
 
 SCRIPT = """

@@ -95,6 +95,54 @@ def test_a_shard_that_ends_anywhere_before_its_end_mark_is_refused(tmp_path):
     assert [sample["cls"] for sample in read_tar(tmp_path)] == [1, 2]
 
 
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        (tarfile.LNKTYPE, r"b\.txt is a second link to a file; pack with --hard-dereference"),
+        (tarfile.SYMTYPE, r"b\.txt is a link to a file; pack with --dereference"),
+        (tarfile.GNUTYPE_SPARSE, r"b\.txt is a file with holes; pack without --sparse"),
+        (tarfile.FIFOTYPE, r"b\.txt is an entry of type 6; leave it out"),
+        ("GNU.sparse.major", r"b\.txt is a file with holes; pack without --sparse"),
+    ],
+)
+def test_entries_without_a_file_of_their_own_are_refused(tmp_path, kind, message):
+    with tarfile.open(tmp_path / "s.tar", "w", format=tarfile.PAX_FORMAT) as shard:
+        shard.addfile(tarfile.TarInfo("a.txt"))
+        entry = tarfile.TarInfo("b.txt")
+        if isinstance(kind, bytes):
+            entry.type, entry.linkname = kind, "a.txt"
+        else:
+            entry.pax_headers = {kind: "1"}
+        shard.addfile(entry)
+    with pytest.raises(DataError, match=r"s\.tar must hold files with their content, but " + message):
+        read_tar(tmp_path)
+
+
+def test_a_name_twice_and_joined_shards_are_refused(tmp_path):
+    write_tar(tmp_path, [("a.cls", b"1"), ("a.txt", b"x"), ("a.cls", b"2")])
+    with pytest.raises(DataError, match=r"s\.tar must have each name once, but has a\.cls twice"):
+        read_tar(tmp_path)
+    storage, _ = write_tar(tmp_path, [("a.cls", b"1")])
+    one = storage.read("s.tar")
+    storage.write("s.tar", one + one)
+    with pytest.raises(DataError, match=r"must end with its first block of 512 zeros, at byte 1024, but has more at"):
+        read_tar(tmp_path)
+
+
+def test_a_folder_with_a_long_name_does_not_name_the_file_after_it(tmp_path):
+    with tarfile.open(tmp_path / "s.tar", "w", format=tarfile.GNU_FORMAT) as shard:
+        folder = tarfile.TarInfo("x" * 150)
+        folder.type = tarfile.DIRTYPE
+        shard.addfile(folder)
+        shard.addfile(tarfile.TarInfo("b.txt"))
+    assert read_tar(tmp_path) == [{"__key__": "b", "txt": ""}]
+
+
+def test_an_id_that_is_no_plain_number_is_text(tmp_path):
+    write_tar(tmp_path, [(f"{place}.id", content) for place, content in enumerate([b"img_1", b"007", b"-7"])])
+    assert [sample["id"] for sample in read_tar(tmp_path)] == ["img_1", "007", -7]
+
+
 TREE = {
     "image": b"\x89PNG\r\n\x1a\nrest",
     "mask": np.arange(6, dtype=np.int16).reshape(2, 3),

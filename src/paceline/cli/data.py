@@ -84,8 +84,6 @@ def prepare(
 
     The shards have the same bytes at any number of processes. After a kill the same command goes on where it was.
     """
-    from blake3 import blake3
-
     from paceline.data.formats import find_format
     from paceline.data.formats.prepare import prepare as convert
     from paceline.data.formats.source import FileSource
@@ -99,7 +97,7 @@ def prepare(
         parse_bytes(shard_bytes),
         num_processes=processes or _count_cores(),
         hook=_make_hook(keep, change, tokenizer),
-        hook_name=f"{keep} {change}" + (f" {blake3(tokenizer.read_bytes()).hexdigest()}" if tokenizer else ""),
+        hook_name=_name_hook(keep, change, tokenizer),
     )
     by_bytes, by_samples = prepared.balance
     typer.echo(
@@ -152,6 +150,21 @@ def _make_hook(
         return made if tokenizer is None else tokenise_samples(made, tokenizer)
 
     return hook
+
+
+def _name_hook(keep: str, change: str, tokenizer: Path | None) -> str:
+    """Return the functions' names, with digests of their files and of the tokenizer: an edited one is another hook."""
+    import importlib.util
+
+    from blake3 import blake3
+
+    names = []
+    for path in filter(None, (keep, change)):
+        module = path.rpartition(":")[0]
+        spec = None if module.endswith(".py") else importlib.util.find_spec(module)
+        file = module if module.endswith(".py") else spec.origin if spec and spec.has_location else None
+        names += [path, blake3(Path(file).read_bytes()).hexdigest() if file else ""]
+    return " ".join([*names, blake3(tokenizer.read_bytes()).hexdigest()] if tokenizer else names)
 
 
 def _print_found(found: "Found") -> None:

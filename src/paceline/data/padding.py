@@ -42,6 +42,7 @@ class Padding(Settings):
         Raises:
             DataError: A leaf is missing or has no length, or samples cannot be stacked for another reason.
         """
+        samples = [_make_rows(sample) for sample in samples]
         leaves = self._find_leaves(samples[0])
         lengths = [self.length_of(sample) for sample in samples] if self.mask else []
         columns = {path: [_as_tensor(get_leaf(sample, path), path) for sample in samples] for path in leaves}
@@ -64,9 +65,9 @@ class Padding(Settings):
         Raises:
             DataError: There is no such leaf, or it has no length.
         """
+        sample = _make_rows(sample)
         path = self._find_leaves(sample)[0]
-        leaf = get_leaf(sample, path)
-        return len(leaf) if isinstance(leaf, list) else len(_as_tensor(leaf, path))
+        return len(_as_tensor(get_leaf(sample, path), path))
 
     def _find_leaves(self, sample: Any) -> tuple[str, ...]:
         if self.leaves:
@@ -75,7 +76,7 @@ class Padding(Settings):
         if not found:
             raise DataError(
                 f"samples that are padded must hold a tensor or an array with a length, but got {describe(sample)}; "
-                "turn lists of numbers into tensors in the data set"
+                "return such from the data set"
             )
         return tuple(found)
 
@@ -99,8 +100,19 @@ def _is_label(sample: Any, path: str) -> bool:
     return path.rpartition(".")[2] in LABELS
 
 
+def _make_rows(tree: Any) -> Any:
+    """Return a sample with its lists of numbers as tensors."""
+    if isinstance(tree, list) and all(isinstance(one, int | float) for one in tree):
+        return torch.tensor(tree, dtype=None if tree else torch.int64)
+    if type(tree) is dict:
+        return {name: _make_rows(value) for name, value in tree.items()}
+    if type(tree) in (tuple, list):
+        return type(tree)(_make_rows(value) for value in tree)
+    return tree
+
+
 def _as_tensor(leaf: Any, path: str) -> Tensor:
-    tensor = leaf if isinstance(leaf, Tensor) else torch.as_tensor(leaf) if _is_row(leaf) else torch.zeros(())
+    tensor = torch.as_tensor(leaf) if isinstance(leaf, Tensor | np.ndarray) else torch.zeros(())
     if not tensor.dim():
         raise DataError(
             f"a leaf that is padded must be a tensor, an array or a list of numbers, but {path or 'it'} is "
@@ -109,13 +121,11 @@ def _as_tensor(leaf: Any, path: str) -> Tensor:
     return tensor
 
 
-def _is_row(leaf: Any) -> bool:
-    return isinstance(leaf, np.ndarray) or (
-        isinstance(leaf, list) and all(isinstance(one, int | float) for one in leaf)
-    )
-
-
 def _pad(row: Tensor, length: int, fill: float) -> Tensor:
+    """Return a row of some length; as int64 if its type does not hold what is added, such as -100 in uint8."""
+    if not (row.is_floating_point() or row.is_complex()):
+        low, high = (0, 1) if row.dtype == torch.bool else (torch.iinfo(row.dtype).min, torch.iinfo(row.dtype).max)
+        row = row if low <= fill <= high else row.long()
     if len(row) == length:
         return row
     padded = row.new_full((length, *row.shape[1:]), fill)

@@ -10,13 +10,15 @@ from typing import Any, ClassVar
 import numpy as np
 
 from paceline.data.formats.base import Format, Scan
-from paceline.data.formats.columns import Rows, check_leaves, count_group_rows, import_pyarrow, make_table
+from paceline.data.formats.columns import Rows, check_names, count_group_rows, import_pyarrow, make_table
 from paceline.data.formats.files import RangeReader
-from paceline.data.formats.leaves import Sample
+from paceline.data.formats.leaves import Sample, check_leaves
 from paceline.data.storage import FileInfo, Storage
 from paceline.errors import BadSample, DataError
 
 _MAGIC = b"ARROW1\0\0"
+_ENDS = (b"\xff\xff\xff\xff\0\0\0\0", b"\0\0\0\0")
+"""Marks of a stream's end, of today and of versions before 0.15."""
 
 
 class Arrow(Format):
@@ -30,18 +32,19 @@ class Arrow(Format):
         """Find the record batches; all of the file is read."""
         pyarrow = import_pyarrow()
         opened = RangeReader(storage, file.path, file.num_bytes)
-        if opened.read(len(_MAGIC)) != _MAGIC:
+        if not (has_footer := opened.read(len(_MAGIC)) == _MAGIC):
             opened.seek(0)
         rows, schema, header = [], None, b""
         try:
             while (start := opened.tell()) < file.num_bytes:
                 try:
                     message = pyarrow.ipc.read_message(opened)
-                except EOFError:  # the mark of a stream's end; a file has its footer after it
+                except EOFError:
                     break
                 if message.type == "schema":
                     header = message.serialize().to_pybytes()
                     schema = pyarrow.ipc.read_schema(message)
+                    check_names(schema, file.path)
                 elif message.type == "record batch" and schema is not None:
                     batch = pyarrow.ipc.read_record_batch(message, schema)
                     rows.append((start, opened.tell() - start, batch.num_rows))
@@ -49,6 +52,7 @@ class Arrow(Format):
                     raise DataError(
                         f"{file.path} must hold plain columns, but holds a {message.type}; write it as parquet"
                     )
+            _check_end(storage, file, start, len(rows) if has_footer else None)
         except (pyarrow.ArrowException, OSError) as error:
             raise DataError(f"{file.path} must be a whole Arrow file, but: {error}; fetch it again") from error
         table = np.array([row for row in rows if row[2]], dtype=np.int64).reshape(-1, 3)
@@ -94,6 +98,16 @@ class HuggingFace(Arrow):
         chosen = [file for file in super().choose(files) if file.path.rpartition("/")[0] in folders]
         return [file for file in chosen if not file.path.rpartition("/")[2].startswith("cache-")]
 
+    def list_named(self, storage: Storage, file: FileInfo) -> list[str] | None:
+        """Return the paths of the Arrow files that a ``state.json`` names; None of another file."""
+        folder, slash, name = file.path.rpartition("/")
+        if name != "state.json":
+            return None
+        try:
+            return [f"{folder}{slash}{one['filename']}" for one in json.loads(storage.read(file.path))["_data_files"]]
+        except (ValueError, KeyError, TypeError) as error:
+            raise DataError(f"{file.path} must name the files of a split, but: {error!r}; fetch it again") from error
+
     def finish(self, storage: Storage, files: Sequence[FileInfo]) -> None:
         """Write what the datasets library needs beside the shards."""
         names = [{"filename": file.path} for file in files if file.path.endswith(self.suffixes)]
@@ -108,6 +122,35 @@ class HuggingFace(Arrow):
         }
         storage.write("state.json", json.dumps(state, indent=2).encode())
         storage.write("dataset_info.json", b"{}")
+
+
+def _check_end(storage: Storage, file: FileInfo, end: int, num_batches: int | None) -> None:
+    """Refuse a file that was cut between record batches, and streams that were joined, of which one would be read.
+
+    Args:
+        storage: Storage of the file.
+        file: File.
+        end: First byte after the last record batch.
+        num_batches: Number of record batches that were found in a file with a footer; None of a stream.
+
+    Raises:
+        DataError: The file has other record batches than its footer says, or the stream no mark of its end.
+    """
+    opened = RangeReader(storage, file.path, file.num_bytes)
+    if num_batches is not None:
+        told = import_pyarrow().ipc.open_file(opened).num_record_batches
+        if told != num_batches:
+            raise DataError(
+                f"{file.path} must hold {told} record batches, as its footer says, but has {num_batches}; fetch it "
+                "again"
+            )
+        return
+    opened.seek(end)
+    if opened.read(max(map(len, _ENDS)) + 1) not in _ENDS:
+        raise DataError(
+            f"{file.path} must end with the mark of a stream's end, but has none at byte {end}, or more after it; it "
+            "was cut, or is several streams: fetch it again, or write it anew if it never had one"
+        )
 
 
 @functools.lru_cache(maxsize=64)

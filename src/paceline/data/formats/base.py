@@ -72,6 +72,14 @@ class Format(ABC):
         """Return those of the files that hold samples, in the order of their paths."""
         return [file for file in files if file.path.lower().endswith(self.suffixes)]
 
+    def list_named(self, storage: Storage, file: FileInfo) -> list[str] | None:
+        """Return the paths of the files that a file beside them names as the whole of the data; None if it names none.
+
+        Raises:
+            DataError: The file is damaged.
+        """
+        return None
+
     def describe(self, files: Sequence[FileInfo]) -> dict[str, Any]:
         """Return facts of the data set that its files' names tell, as JSON."""
         return {}

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, overload
 
 import numpy as np
 
-from paceline.data.formats.leaves import KEY, Sample, decode_array, encode_array
+from paceline.data.formats.leaves import Sample, decode_array, encode_array, to_native
 from paceline.errors import DataError, missing_extra
 
 if TYPE_CHECKING:
@@ -79,13 +79,35 @@ def _read_cell(cell: Any, coding: str) -> Any:
         return json.loads(cell.as_py())
     pyarrow = import_pyarrow()
     kind = cell.type
+    if isinstance(kind, pyarrow.FixedShapeTensorType):
+        return cell.to_numpy()
     is_list = pyarrow.types.is_list(kind) or pyarrow.types.is_large_list(kind) or pyarrow.types.is_fixed_size_list(kind)
-    if is_list and (pyarrow.types.is_integer(kind.value_type) or pyarrow.types.is_floating(kind.value_type)):
+    if is_list and (
+        pyarrow.types.is_floating(kind.value_type)
+        or (pyarrow.types.is_integer(kind.value_type) and not cell.values.null_count)
+    ):
         return cell.values.to_numpy(zero_copy_only=False)
     value = cell.as_py()
     if isinstance(value, dict) and value.keys() == {"bytes", "path"} and value["bytes"] is not None:
         return value["bytes"]  # an image or a sound as the datasets library keeps it
     return value
+
+
+def check_names(schema: "pyarrow.Schema", path: str) -> None:
+    """Refuse columns of which one would hide another.
+
+    Raises:
+        DataError: Two columns, with the names of structures before them, have one name.
+    """
+    names: set[str] = set()
+    waiting = [(field.name, field.type) for field in schema]
+    while waiting:
+        name, kind = waiting.pop()
+        if import_pyarrow().types.is_struct(kind):
+            waiting += [(f"{name}.{inner.name}", inner.type) for inner in kind]
+        elif name in names:
+            raise DataError(f"{path} must have each column once, but has {name} twice; rename one of them")
+        names.add(name)
 
 
 def make_table(samples: Sequence[Sample]) -> "pyarrow.Table":
@@ -104,8 +126,13 @@ def make_table(samples: Sequence[Sample]) -> "pyarrow.Table":
             values = [None if value is None else encode_array(value) for value in values]
         elif coding == "json":
             values = [_dump(name, sample[name]) if name in sample else None for sample in samples]
+        else:
+            values = [to_native(value) if isinstance(value, np.ndarray) else value for value in values]
         fields.append(pyarrow.field(name, kind, metadata={_CODING: coding.encode()} if coding else None))
-        columns.append(pyarrow.array(values, type=kind))
+        try:
+            columns.append(pyarrow.array(values, type=kind))
+        except UnicodeEncodeError as error:
+            raise DataError(f"text must be of whole characters, but leaf {name}: {error}; replace it") from error
     return pyarrow.table(columns, schema=pyarrow.schema(fields))
 
 
@@ -121,7 +148,7 @@ def _choose_type(values: Sequence[Any]) -> tuple[Any, str]:
     plain = {bytes: pyarrow.binary(), str: pyarrow.string(), bool: pyarrow.bool_(), float: pyarrow.float64()}
     if len(kinds) == 1 and (kind := kinds.pop()) in (*plain, int, np.ndarray):
         if kind is np.ndarray:
-            dtypes = {value.dtype for value in values}
+            dtypes = {value.dtype.newbyteorder("=") for value in values}
             if len(dtypes) == 1 and all(value.ndim == 1 for value in values) and values[0].dtype.kind in "iuf":
                 return pyarrow.list_(pyarrow.from_numpy_dtype(dtypes.pop())), ""
             return pyarrow.binary(), "npy"
@@ -137,9 +164,3 @@ def _dump(name: str, value: Any) -> str:
         return json.dumps(value)
     except TypeError as error:
         raise DataError(f"leaf {name} must be of one type in all samples, or JSON, but: {error}; take tar") from error
-
-
-def check_leaves(samples: Sequence[Sample]) -> None:
-    """Refuse samples without leaves, of which a table would have no rows."""
-    if any(not sample.keys() - {KEY} for sample in samples):
-        raise DataError("a sample must have leaves to be stored, but one has none; leave it out with a filter")

@@ -155,12 +155,27 @@ class Labelled:
     def __call__(self, tree: Mapping[str, Any]) -> tuple[Tensor, int]:
         """Return x_CSS from -1 to 1, or the array as floats, and the label."""
         leaves = flatten(tree)
-        label = int(_find_leaf(leaves, self.target, "target", "a sample"))
+        label = _read_label(_find_leaf(leaves, self.target, "target", "a sample"), self.target)
         value = _find_leaf(leaves, self.input, "input", "a sample")
         if self.size is None:
             return torch.from_numpy(np.array(value, dtype=np.float32)), label
         pixels = decode_image(value, self.size, name=self.input, decoder=self.decoder)
         return normalise(torch.from_numpy(pixels.transpose(2, 0, 1).astype(np.float32))), label
+
+
+def _read_label(value: Any, name: str) -> int:
+    """Return the number of a class.
+
+    Raises:
+        DataError: The label is no whole number, so that another class would be trained.
+    """
+    number = np.asarray(value)
+    if number.size != 1 or number.dtype.kind not in "biuf" or (label := int(number.item())) != number.item():
+        raise DataError(
+            f"labels must be whole numbers, but leaf {name} is {value!r:.80}; give another leaf as --data.target, or "
+            "number the classes by paceline data prepare --change"
+        )
+    return label
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from pathlib import PurePosixPath
+from textwrap import shorten
 from typing import Any, ClassVar
 
 import numpy as np
@@ -17,7 +18,7 @@ class ImageFolder(Format):
     """One folder of images for each class; samples have the leaves ``image`` and ``label``, a class's place by name."""
 
     name: ClassVar[str] = "folder"
-    suffixes: ClassVar[tuple[str, ...]] = (".png", ".jpg", ".jpeg", ".bmp", ".webp")
+    suffixes: ClassVar[tuple[str, ...]] = (".png", ".jpg", ".jpeg", ".bmp", ".webp", ".gif")
     is_one_shard: ClassVar[bool] = True
 
     def describe(self, files: Sequence[FileInfo]) -> dict[str, Any]:
@@ -52,6 +53,20 @@ class ImageFolder(Format):
             folder = f"{sample[label]:05d}/" if label else ""
             ending = find_image_type(sample[image])
             storage.write(f"{folder}{PurePosixPath(stem).name}-{number:06d}.{ending}", sample[image])
+
+    def finish(self, storage: Storage, files: Sequence[FileInfo]) -> None:
+        """Look at the names of the classes' folders: reading counts them, and so must return the labels.
+
+        Raises:
+            DataError: Labels are not all of 0, 1 and so on, so that others would be read.
+        """
+        found = sorted({str(PurePosixPath(file.path).parent) for file in self.choose(files)})
+        if found != ["."] and (len(found) < 2 or found != [f"{label:05d}" for label in range(len(found))]):
+            raise DataError(
+                "labels must be 0, 1 and so on, two or more and none left out, for format folder, which counts its "
+                f"folders, but got the folders {shorten(', '.join(found), 200)}; number them anew with --change, or "
+                "take tar"
+            )
 
 
 def list_classes(files: Sequence[FileInfo | FileRecord]) -> list[str]:

@@ -78,8 +78,12 @@ def find_index(place: Place, name: str, sequence_length: int | None) -> Index:
         return Index(known, form, None, found.strides, None, ignored)
     table = RecordTable.from_parts(_read_parts(storage, f"{folder}/{RECORDS}"))
     if table.digest() != manifest.records_digest:
-        raise DataError(f"the index of {place} must be whole, but its records are damaged; make it again")
-    counts = np.frombuffer(storage.read(f"{folder}/{COUNTS}"), dtype="<i8") if form.is_grouped else None
+        raise _damaged(place, "records")
+    counts = None
+    if form.is_grouped:
+        content = storage.read(f"{folder}/{COUNTS}")
+        counts = np.frombuffer(content[: len(content) // 8 * 8], dtype="<i8")
+    _check_counts(place, manifest, table, counts)
     return Index(manifest, form, table, None, counts, ignored)
 
 
@@ -196,12 +200,62 @@ def _list_ignored(files: Sequence[FileInfo], manifest: DataManifest, form: Forma
 
 def _choose(place: Place, files: Sequence[FileInfo], form: Format) -> list[FileInfo]:
     chosen = list(files) if place.name else form.choose(files)
+    if not place.name:
+        _compare_named(place, files, chosen, form)
     if not chosen:
         raise DataError(
             f"{place} must hold files of format {form.name} ({', '.join(form.suffixes)}), but got none; check "
             "--data.path and --data.format"
         )
     return chosen
+
+
+def _check_counts(place: Place, manifest: DataManifest, table: RecordTable, counts: NDArray[np.int64] | None) -> None:
+    """Compare the numbers of records and samples that the parts of an index tell.
+
+    Raises:
+        DataError: The numbers differ.
+    """
+    ends = np.cumsum([0, *(file.num_records for file in manifest.files)])
+    if ends[-1] != table.num_rows or (counts is not None and len(counts) != table.num_rows):
+        raise _damaged(place, "numbers of records")
+    told = [file.num_samples for file in manifest.files]
+    if counts is None:
+        found = np.diff(ends)
+    else:
+        sums = np.concatenate([[0], np.cumsum(counts)])
+        found = sums[ends[1:]] - sums[ends[:-1]]
+    if told != found.tolist() or (counts is not None and (counts < 0).any()):
+        raise _damaged(place, "numbers of samples")
+
+
+def _damaged(place: Place, what: str) -> DataError:
+    return DataError(
+        f"the index of {place} must be whole, but its {what} are damaged; make it again: paceline data index {place}"
+    )
+
+
+def _compare_named(place: Place, files: Sequence[FileInfo], chosen: Sequence[FileInfo], form: Format) -> None:
+    """Compare the files with those that the data's own lists name, such as the ``index.json`` of MDS.
+
+    Raises:
+        DataError: A file is missing, or is not named.
+    """
+    here, named, folders = {file.path for file in chosen}, set[str](), set[str]()
+    for file in files:
+        names = form.list_named(place.storage, file)
+        if names is None:
+            continue
+        named.update(names)
+        folders.add(file.path.rpartition("/")[0])
+        if missing := sorted(set(names) - here):
+            raise DataError(f"{place} must hold {missing[0]}, which its {file.path} names; fetch it again")
+    for path in sorted(here - named):
+        if path.rpartition("/")[0] in folders:
+            raise DataError(
+                f"{place} must hold the files of format {form.name} that its own list names, but also holds {path}; "
+                "move it elsewhere, or name it there"
+            )
 
 
 def _read_parts(storage: Storage, path: str) -> Iterator[bytes]:

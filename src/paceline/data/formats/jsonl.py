@@ -11,7 +11,7 @@ import numpy as np
 
 from paceline.data.formats.base import Format, Scan
 from paceline.data.formats.files import StorageFile
-from paceline.data.formats.leaves import Sample, flatten, nest
+from paceline.data.formats.leaves import Sample, check_array, encode_text, flatten, nest, to_native
 from paceline.data.storage import FileInfo, Storage
 from paceline.errors import BadSample, DataError, missing_extra
 
@@ -19,7 +19,8 @@ _PART_BYTES = 1 << 20
 _FRAME_BYTES = 1 << 18
 """Size of the frames that are written, before packing: what is unpacked to read one sample."""
 _BASE64 = "base64"
-_IS_SPACE = np.isin(np.arange(256), list(b" \t\r\n"))
+_SPACES = b" \t\r\n"
+_IS_SPACE = np.isin(np.arange(256), list(_SPACES))
 
 
 class JsonLines(Format):
@@ -100,7 +101,7 @@ class _Packed(Format):
             message = f"{path}: the frame at byte {start} must be whole, but: {error}; fetch the file again"
             raise BadSample(message, path=path, key=str(start), reason=str(error)) from error
         lines = b"".join(parts).split(b"\n")
-        return [_read_line(line, path, start) for line in lines if line.strip()]
+        return [_read_line(line, path, start) for line in lines if line.strip(_SPACES)]
 
     def encode(self, samples: Sequence[Sample]) -> bytes:
         """Return lines in frames."""
@@ -156,11 +157,14 @@ def _import_zstandard() -> Any:
 def _find_frames(
     make_unpacker: Callable[[], Any], storage: Storage, file: FileInfo
 ) -> list[tuple[int, int, int, bool]]:
-    """Return first byte, size, newlines of each frame, and whether it ends inside a line."""
-    frames, start = [], 0
+    """Return first byte and size of each frame, the lines that end in it, and whether it ends inside a line.
+
+    Lines of spaces do not count; an empty frame ends no line.
+    """
+    frames, start, is_open = [], 0, False
     with StorageFile(storage, file) as opened:
         while start < file.num_bytes:
-            unpacker, position, num_lines, last = make_unpacker(), start, 0, b"\n"
+            unpacker, position, num_lines = make_unpacker(), start, 0
             while not unpacker.eof:
                 part = opened.read_at(position, _PART_BYTES)
                 try:
@@ -170,12 +174,26 @@ def _find_frames(
                 if not part:
                     raise DataError(f"{file.path} must end with a whole frame, but that at byte {start} was cut")
                 position += len(part)
-                num_lines += unpacked.count(b"\n")
-                last = unpacked[-1:] or last
+                num_here, is_open = _count_lines(unpacked, is_open)
+                num_lines += num_here
             position -= len(unpacker.unused_data)
-            frames.append((start, position - start, num_lines, last != b"\n"))
+            frames.append((start, position - start, num_lines, is_open))
             start = position
     return frames
+
+
+def _count_lines(content: bytes, is_open: bool) -> tuple[int, bool]:
+    """Return the number of lines with more than spaces that end in the content, and whether one is open after it.
+
+    Args:
+        content: Part of a file.
+        is_open: Whether a line with more than spaces is open before it.
+    """
+    *ended, last = content.split(b"\n")
+    num_lines = sum(1 for line in ended if line.strip(_SPACES))
+    if ended and is_open and not ended[0].strip(_SPACES):
+        num_lines += 1
+    return num_lines, bool(last.strip(_SPACES)) or (is_open and not ended)
 
 
 def _read_line(line: bytes, path: str, start: int) -> Sample:
@@ -184,7 +202,7 @@ def _read_line(line: bytes, path: str, start: int) -> Sample:
         if not isinstance(sample, dict):
             raise ValueError(f"it is no object but {type(sample).__name__}")
         return {name: _read_value(value) for name, value in flatten(_hide(sample)).items()}
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, DataError, RecursionError) as error:
         message = f"{path}: the line at byte {start} must be a JSON object, but: {error}; mend or remove it"
         raise BadSample(message, path=path, key=str(start), reason=str(error)) from error
 
@@ -211,21 +229,29 @@ def _read_value(value: Any) -> Any:
     content = base64.b64decode(value.value[_BASE64], validate=True)
     if "dtype" not in value.value:
         return content
-    return np.frombuffer(content, dtype=value.value["dtype"]).reshape(value.value["shape"])
+    return to_native(np.frombuffer(content, dtype=value.value["dtype"]).reshape(value.value["shape"]))
 
 
 def _write_line(sample: Sample) -> bytes:
     tree = nest({name: _write_value(value) for name, value in sample.items()})
     try:
-        return json.dumps(tree, ensure_ascii=False).encode() + b"\n"
+        return encode_text(json.dumps(tree, ensure_ascii=False, default=_show)) + b"\n"
     except TypeError as error:
         raise DataError(f"a leaf must be bytes, text, a number, an array or JSON, but: {error}; convert it") from error
 
 
 def _write_value(value: Any) -> Any:
     if isinstance(value, bytes):
-        return {_BASE64: base64.b64encode(value).decode()}
+        return _Hidden({_BASE64: base64.b64encode(value).decode()})
     if isinstance(value, np.ndarray):
+        check_array(value)
         content = base64.b64encode(np.ascontiguousarray(value).tobytes()).decode()
-        return {_BASE64: content, "dtype": value.dtype.str, "shape": list(value.shape)}
+        return _Hidden({_BASE64: content, "dtype": value.dtype.str, "shape": list(value.shape)})
     return value
+
+
+def _show(value: Any) -> dict[str, Any]:
+    """Return the mapping that stands for a value of JSON's own types."""
+    if isinstance(value, _Hidden):
+        return value.value
+    raise TypeError(f"it is {type(value).__name__}")

@@ -56,15 +56,22 @@ def find_image_type(content: object) -> str:
 
 
 def flatten(sample: Mapping[str, Any], prefix: str = "") -> Sample:
-    """Return the leaves of nested mappings under dotted names; tensors and array scalars as NumPy's and Python's."""
+    """Return the leaves of nested mappings under dotted names; tensors and array scalars as NumPy's and Python's.
+
+    Raises:
+        DataError: Two leaves have one name, as `a.b` and `b` in `a` have.
+    """
     flat: Sample = {}
     for name, value in sample.items():
         if isinstance(value, Mapping) and value:
-            flat |= flatten(value, f"{prefix}{name}.")
+            leaves = flatten(value, f"{prefix}{name}.")
         elif isinstance(value, torch.Tensor):
-            flat[f"{prefix}{name}"] = value.detach().cpu().numpy()
+            leaves = {f"{prefix}{name}": value.detach().cpu().numpy()}
         else:
-            flat[f"{prefix}{name}"] = value.item() if isinstance(value, np.generic) else value
+            leaves = {f"{prefix}{name}": value.item() if isinstance(value, np.generic) else value}
+        if twice := flat.keys() & leaves.keys():
+            raise DataError(f"a leaf must have a name of its own, but {min(twice)} is there twice; rename one of them")
+        flat |= leaves
     return flat
 
 
@@ -103,17 +110,35 @@ def encode_leaf(name: str, value: Any) -> tuple[str, bytes]:
         ending = find_image_type(content) or "bin"
         return (name if name == ending else f"{name}.{ending}"), content
     if isinstance(value, str):
-        return _with_ending(name, _TEXTS, "txt"), value.encode()
+        return _with_ending(name, _TEXTS, "txt"), encode_text(value)
     if isinstance(value, int) and not isinstance(value, bool):
         return _with_ending(name, _INTEGERS, "cls"), str(value).encode()
     if isinstance(value, np.ndarray) and value.dtype.kind in "biufc":
         return _with_ending(name, {"npy"}, "npy"), encode_array(value)
     try:
-        return _with_ending(name, _JSON, "json"), json.dumps(value, ensure_ascii=False).encode()
+        return _with_ending(name, _JSON, "json"), encode_text(json.dumps(value, ensure_ascii=False))
     except (TypeError, ValueError) as error:
         raise DataError(
             f"a leaf must be bytes, text, a number, an array or JSON, but {name} is {type(value).__name__}; convert it"
         ) from error
+
+
+def encode_bare(name: str, value: Any) -> tuple[str, bytes]:
+    """Return a leaf as `encode_leaf` does, but for bytes, which stay under their name if that says no type."""
+    if isinstance(value, bytes):
+        return (f"{name}.bin" if name in _TEXTS or has_ending(name) else name), value
+    field, content = encode_leaf(name, value)
+    return (field if field in _TEXTS or has_ending(field) else f"{field}.{field}"), content
+
+
+def has_ending(field: str) -> bool:
+    """Return whether a leaf's name has an ending that says its type, such as ``mask.npy``."""
+    return _part_ending(field)[0] != field
+
+
+def decode_bare(name: str, content: bytes) -> str | bytes:
+    """Return what `encode_bare` stored under a name without an ending: text if that is its name, else bytes."""
+    return decode_text(content) if name in _TEXTS else name_image(name.lower(), content)
 
 
 def _with_ending(name: str, endings: frozenset[str] | set[str], ending: str) -> str:
@@ -146,6 +171,8 @@ def decode_leaf(ending: str, content: bytes) -> Any:
     """Return the value of a leaf's bytes: see `decode_leaves`."""
     if ending in _BYTES:
         return name_image(ending, content)
+    if ending == "id" and not _is_plain_number(content):
+        return decode_text(content)
     if ending in _INTEGERS:
         return int(content)
     if ending in _TEXTS:
@@ -157,8 +184,50 @@ def decode_leaf(ending: str, content: bytes) -> Any:
     return content
 
 
+def _is_plain_number(content: bytes) -> bool:
+    """Return whether bytes are a whole number as Python writes it, so that ``007`` and ``img_1`` are none."""
+    try:
+        return str(int(content)).encode() == content
+    except ValueError:
+        return False
+
+
+def encode_text(text: str) -> bytes:
+    """Return text as UTF-8.
+
+    Raises:
+        DataError: The text holds half of a pair of surrogates, which is no character.
+    """
+    try:
+        return text.encode()
+    except UnicodeEncodeError as error:
+        raise DataError(
+            f"text must be of whole characters, but got half of one ({text[error.start]!r}) at character "
+            f"{error.start}; replace it"
+        ) from error
+
+
+def check_array(array: np.ndarray[Any, np.dtype[Any]]) -> None:
+    """Refuse an array of Python objects, or of several fields.
+
+    Raises:
+        DataError: The array is of objects or has fields.
+    """
+    if array.dtype.kind in "OV":
+        raise DataError(f"an array must be of numbers to be stored, but got one of {array.dtype}; convert it")
+
+
+def decode_text(content: bytes) -> str | bytes:
+    """Return the text of bytes; the bytes if they are none."""
+    try:
+        return content.decode()
+    except UnicodeDecodeError:
+        return content
+
+
 def encode_array(array: np.ndarray[Any, np.dtype[Any]]) -> bytes:
     """Return the bytes of an ``.npy`` file."""
+    check_array(array)
     buffer = io.BytesIO()
     np.lib.format.write_array(buffer, np.asarray(array), allow_pickle=False)
     return buffer.getvalue()
@@ -171,4 +240,19 @@ def decode_array(content: bytes) -> np.ndarray[Any, np.dtype[Any]]:
         ValueError: The bytes are no array.
     """
     array = np.lib.format.read_array(io.BytesIO(content), allow_pickle=False)
-    return np.asarray(array)
+    return to_native(np.asarray(array))
+
+
+def to_native(array: np.ndarray[Any, np.dtype[Any]]) -> np.ndarray[Any, np.dtype[Any]]:
+    """Return an array in this machine's byte order, which torch and most formats want."""
+    return array.astype(array.dtype.newbyteorder("="), copy=False)
+
+
+def check_leaves(samples: Sequence[Sample]) -> None:
+    """Refuse samples without leaves, of which tables have no rows and tar shards no entries.
+
+    Raises:
+        DataError: A sample has none.
+    """
+    if any(not sample.keys() - {KEY} for sample in samples):
+        raise DataError("a sample must have leaves to be stored, but one has none; leave it out with a filter")

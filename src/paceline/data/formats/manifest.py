@@ -130,7 +130,7 @@ class DataManifest:
             "about": self.about,
             "files": [asdict(file) for file in self.files],
         }
-        return json.dumps(document, indent=1, ensure_ascii=True)
+        return json.dumps({**document, "digest": _digest(document)}, indent=1, ensure_ascii=True)
 
     @classmethod
     def from_json(cls, text: str | bytes, blocks: bytes, place: str) -> "DataManifest":
@@ -150,11 +150,17 @@ class DataManifest:
             manifest = cls(document["format"], files, document["about"], document["records_digest"], blocks)
             whole = manifest.fingerprint == document["fingerprint"]
             whole &= blake3(blocks).hexdigest() == document["blocks_digest"]
+            whole &= document.pop("digest", None) in (None, _digest(document))  # None: of an earlier Paceline
         except (ValueError, KeyError, TypeError) as error:
             raise _damaged(place) from error
         if not whole:
             raise _damaged(place)
         return manifest
+
+
+def _digest(document: dict[str, Any]) -> str:
+    """Return the digest of a manifest's document."""
+    return blake3(json.dumps(document, sort_keys=True, ensure_ascii=True).encode()).hexdigest()
 
 
 def _damaged(place: str) -> DataError:

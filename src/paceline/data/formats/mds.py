@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from paceline.data.formats.base import Format, Scan
-from paceline.data.formats.leaves import KEY, Sample, decode_array, encode_array
+from paceline.data.formats.leaves import KEY, Sample, decode_array, encode_array, encode_text, to_native
 from paceline.data.storage import FileInfo, Storage
 from paceline.errors import BadSample, DataError
 
@@ -50,6 +50,17 @@ class MDS(Format):
             )
         return super().choose(files)
 
+    def list_named(self, storage: Storage, file: FileInfo) -> list[str] | None:
+        """Return the paths of the shards that an ``index.json`` names; None of another file."""
+        folder, slash, name = file.path.rpartition("/")
+        if name != _INDEX:
+            return None
+        try:
+            shards = json.loads(storage.read(file.path))["shards"]
+            return [f"{folder}{slash}{shard['raw_data']['basename']}" for shard in shards]
+        except (ValueError, KeyError, TypeError) as error:
+            raise DataError(f"{file.path} must be the index of MDS shards, but: {error!r}; fetch it again") from error
+
     def scan(self, storage: Storage, file: FileInfo) -> Scan:
         """Read the offsets and columns of a shard."""
         try:
@@ -78,11 +89,12 @@ class MDS(Format):
                 if len(value) < size:
                     raise ValueError(f"column {name} was cut")
                 place += size
-                sample[name] = _find_reader(name, encoding, path)(value)
+                leaf = name.removesuffix(".npy") if encoding == "bytes" and name != KEY else name
+                sample[leaf] = _find_reader(name, encoding, path)(value)
         except (ValueError, IndexError, KeyError, StopIteration) as error:
             message = f"{path}: the sample at byte {start} must be whole, but: {error}; fetch the shard again"
             raise BadSample(message, path=path, key=str(start), reason=str(error)) from error
-        return [{name.removesuffix(".npy") if name != KEY else name: value for name, value in sample.items()}]
+        return [sample]
 
     def encode(self, samples: Sequence[Sample]) -> bytes:
         """Return a shard."""
@@ -140,6 +152,8 @@ def _choose_columns(samples: Sequence[Sample]) -> list[tuple[str, str, str]]:
     for leaf in first:
         kinds = {_find_encoding(sample[leaf]) for sample in samples}
         encoding = kinds.pop() if len(kinds) == 1 else "json"
+        if encoding == "bytes" and leaf.endswith(".npy"):
+            raise DataError(f"a leaf of bytes must have no name that says an array, but got {leaf}; rename it")
         columns.append((f"{leaf}.npy", "bytes", leaf) if encoding == "npy" else (leaf, encoding, leaf))
     return columns
 
@@ -156,13 +170,13 @@ def _write_value(encoding: str, value: Any) -> bytes:
     if encoding == "ndarray":
         kind = next(place for place, name in enumerate(_SHAPE_TYPES) if max(value.shape) <= np.iinfo(name).max)
         shape = np.array(value.shape, dtype=_SHAPE_TYPES[kind]).tobytes()
-        content: bytes = value.tobytes()
+        content: bytes = to_native(value).tobytes()
         return bytes([_ARRAY_CODES[value.dtype.name], value.ndim << 2 | kind]) + shape + content
     if encoding == "bytes":
         return value if isinstance(value, bytes) else encode_array(value)
     if encoding == "json":
         return _dump(value)
-    return value.encode() if encoding == "str" else struct.pack("<q" if encoding == "int" else "<d", value)
+    return encode_text(value) if encoding == "str" else struct.pack("<q" if encoding == "int" else "<d", value)
 
 
 def _dump(value: Any) -> bytes:

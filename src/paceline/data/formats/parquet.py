@@ -9,9 +9,9 @@ from typing import Any, ClassVar
 import numpy as np
 
 from paceline.data.formats.base import Format, Scan
-from paceline.data.formats.columns import Rows, check_leaves, count_group_rows, import_pyarrow, make_table
+from paceline.data.formats.columns import Rows, check_names, count_group_rows, import_pyarrow, make_table
 from paceline.data.formats.files import RangeReader
-from paceline.data.formats.leaves import Sample
+from paceline.data.formats.leaves import Sample, check_leaves
 from paceline.data.storage import FileInfo, Storage
 from paceline.errors import BadSample, DataError
 
@@ -29,6 +29,7 @@ class Parquet(Format):
         try:
             opened = pyarrow.parquet.ParquetFile(RangeReader(storage, file.path, file.num_bytes))
             metadata = opened.metadata
+            check_names(opened.schema_arrow, file.path)
         except (pyarrow.ArrowException, OSError) as error:
             raise DataError(f"{file.path} must be a whole Parquet file, but: {error}; fetch it again") from error
         rows = [

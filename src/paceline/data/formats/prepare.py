@@ -16,10 +16,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from blake3 import blake3
 from numpy.typing import NDArray
 
 from paceline.data.formats import Format, find_format
-from paceline.data.formats.index import write_index
+from paceline.data.formats.index import find_index, write_index
 from paceline.data.formats.leaves import KEY, Sample, decode_leaves, encode_leaves, flatten, nest
 from paceline.data.formats.manifest import DataManifest
 from paceline.data.formats.opening import INDEX_FOLDER, open_place
@@ -34,6 +35,10 @@ _TRIED_SAMPLES = 64
 """Samples of a part that are encoded to learn the size of the output's files."""
 _LENGTHS = struct.Struct("<II")
 _WORK = f"{INDEX_FOLDER}/prepare"
+_MARK = f"{_WORK}/settings.json"
+"""File that says what is being made; it is the last that is removed."""
+_DONE = "made"
+"""Key in the mark of what has been made, once all of it is there."""
 _BALANCE = 1.1
 """Largest ratio of the largest to the smallest shard that a plan in the samples' order may have."""
 
@@ -88,15 +93,19 @@ def prepare(
         shard_bytes: Size of a shard's file, about.
         num_processes: Number of processes that read, convert and write.
         hook: Function that makes samples of each 1,024 samples.
-        hook_name: Name of the hook, by which an unfinished conversion is told from others.
+        hook_name: Name of the hook, by which an unfinished conversion is told from others; it tells its code too.
 
     Raises:
         DataError: Samples are damaged, or the format cannot hold them.
         SettingsError: `out` holds something else.
     """
     form = find_format(format, ())
-    identity = {"data": source.fingerprint, "format": format, "shard_bytes": shard_bytes, "hook": hook_name}
-    storage = _open_out(out, identity)
+    versions = blake3(json.dumps(source.list_versions()).encode()).hexdigest()
+    identity: dict[str, Any] = {"data": source.fingerprint, "files": versions, "hook": hook_name}
+    identity |= {"format": format, "shard_bytes": shard_bytes}
+    storage = LocalStorage(out)
+    if (facts := _open_out(out, identity)) is not None:
+        return _finish(out, format, facts)
     parts = range(-(-len(source) // PART_SAMPLES))
     read = partial(_read_part, source, storage, form, hook)
     found = list(map_in_processes(read, parts, num_processes))
@@ -113,16 +122,32 @@ def prepare(
     place = open_place(storage)
     form.finish(storage, place.list_files())
     manifest = write_index(place, format, num_processes=num_processes)
-    shutil.rmtree(out / _WORK)
     files = [file.num_bytes for file in manifest.files]
+    num_there = sum(file.num_samples for file in manifest.files)
+    if not form.is_strided and num_there != len(sizes):
+        raise DataError(
+            f"{out} must hold the {len(sizes)} samples that were written, but {num_there} are read of it: format "
+            f"{format} does not tell them apart; take another format, or rename samples with a hook"
+        )
     by_bytes = [int(sizes[shard].sum()) for shard in shards] if form.is_one_shard else files
-    return Prepared(
-        manifest,
-        len(source),
-        len(sizes),
-        (max(by_bytes) / max(1, min(by_bytes)), max(map(len, shards)) / min(map(len, shards))),
-        sorted({name for part in found for name in part.left_out}),
-    )
+    facts = {
+        "num_read": len(source),
+        "num_samples": len(sizes),
+        "balance": (max(by_bytes) / max(1, min(by_bytes)), max(map(len, shards)) / min(map(len, shards))),
+        "left_out": sorted({name for part in found for name in part.left_out}),
+    }
+    storage.write(_MARK, json.dumps(identity | {_DONE: facts}, sort_keys=True).encode())
+    return _finish(out, format, facts)
+
+
+def _finish(out: Path, format: str, facts: dict[str, Any]) -> Prepared:
+    """Remove what was kept, its mark last, and return what has been made."""
+    storage = LocalStorage(out)
+    kept = [file.path for file in storage.list_files(f"{_WORK}/") if file.path != _MARK]
+    storage.remove([*kept, _MARK])
+    shutil.rmtree(out / _WORK)
+    manifest = find_index(open_place(storage), format, None).manifest
+    return Prepared(manifest, **facts | {"balance": tuple(facts["balance"])})
 
 
 def plan_shards(sizes: NDArray[np.int64], shard_bytes: float, *, keeps_order: bool = False) -> list[NDArray[np.int64]]:
@@ -154,25 +179,37 @@ def plan_shards(sizes: NDArray[np.int64], shard_bytes: float, *, keeps_order: bo
     return [np.flatnonzero(owner == shard) for shard in range(num_shards)]
 
 
-def _open_out(out: Path, identity: dict[str, Any]) -> LocalStorage:
-    """Return the storage of the output, which is empty or holds an unfinished conversion of the same.
+def _open_out(out: Path, identity: dict[str, Any]) -> dict[str, Any] | None:
+    """Mark the output, which is empty or holds an unfinished conversion of the same, and remove files torn by kills.
+
+    Returns:
+        What has been made, if a conversion of the same was killed once all was there; else None.
 
     Raises:
         SettingsError: The folder holds something else.
     """
     out.mkdir(parents=True, exist_ok=True)
-    storage, mark = LocalStorage(out), f"{_WORK}/settings.json"
-    document = json.dumps(identity, sort_keys=True).encode()
-    if storage.find(mark) is None:
-        if any(out.iterdir()):
-            raise SettingsError(f"the folder for prepared data must be empty, but {out} is not; give another")
-        storage.write(mark, document)
-    elif storage.read(mark) != document:
+    storage = LocalStorage(out)
+    is_begun = storage.find(_MARK) is not None
+    if not is_begun and any(path.is_file() and not _is_torn(path) for path in out.rglob("*")):
+        raise SettingsError(f"the folder for prepared data must be empty, but {out} is not; give another")
+    known = json.loads(storage.read(_MARK)) if is_begun else dict(identity)
+    made: dict[str, Any] | None = known.pop(_DONE, None)
+    if known != identity:
         raise SettingsError(
             f"{out} must hold an unfinished conversion with these settings to go on, but holds one with "
-            f"{storage.read(mark).decode()}; remove it, or give another folder"
+            f"{json.dumps(known, sort_keys=True)}; remove it, or give another folder"
         )
-    return storage
+    for path in filter(_is_torn, list(out.rglob("*"))):
+        path.unlink()
+    if not is_begun:
+        storage.write(_MARK, json.dumps(identity, sort_keys=True).encode())
+    return made
+
+
+def _is_torn(path: Path) -> bool:
+    """Return whether a file is one that a killed process was writing: see `LocalStorage.write`."""
+    return path.name.startswith(".") and path.suffix == ".part" and path.is_file()
 
 
 def _read_part(source: FileSource, storage: LocalStorage, form: Format, hook: Hook | None, number: int) -> _KeptPart:

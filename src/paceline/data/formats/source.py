@@ -197,6 +197,12 @@ class FileSource(Source):
             self._found = self._look()
         return [[file.path, file.num_bytes, file.num_samples, file.digest] for file in self._found.manifest.files]
 
+    def list_versions(self) -> list[list[str | int]]:
+        """Return path, size and mark of the content of each file, as they are now."""
+        known = {file.path for file in self.manifest.files}
+        found = self._where.list_files(sorted(known))
+        return [[file.path, file.num_bytes, file.version] for file in found if file.path in known]
+
     def take_shards(self, num_shards: int) -> None:
         """Have the samples of the first files."""
         self._take(self._found, num_shards)
@@ -371,7 +377,18 @@ class FileSource(Source):
                 self._kept.move_to_end(record)
                 return self._kept[record][0]
         rows = np.array([record])
-        samples = self._decode_record(self._fetch_records(rows)[0])
+        fetched = self._fetch_records(rows)[0]
+        samples = self._decode_record(fetched)
+        assert self._index.counts is not None
+        if len(samples) != (wanted := int(self._index.counts[record])):
+            reason = f"it holds {len(samples)} samples, not {wanted} as the index says"
+            message = f"{fetched.path}: the record at byte {fetched.start} must be as when it was indexed, but {reason}"
+            raise BadSample(
+                f"{message}; index the data again: paceline data index {self._place}",
+                path=fetched.path,
+                key=str(fetched.start),
+                reason=reason,
+            )
         with self._lock:
             self._kept[record] = samples, int(self._find_rows(rows)[1][0, 1])
             while len(self._kept) > 1 and sum(size for _, size in self._kept.values()) > _KEPT_BYTES:

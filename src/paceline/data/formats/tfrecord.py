@@ -9,7 +9,7 @@ import numpy as np
 from paceline.data.formats.base import Format, Scan
 from paceline.data.formats.crc32c import masked_crc32c
 from paceline.data.formats.files import StorageFile
-from paceline.data.formats.leaves import KEY, Sample, decode_leaves, encode_leaf
+from paceline.data.formats.leaves import KEY, Sample, decode_bare, decode_leaves, encode_bare, has_ending
 from paceline.data.storage import FileInfo, Storage
 from paceline.errors import BadSample, DataError
 
@@ -21,7 +21,8 @@ _VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
 class TFRecord(Format):
     """TFRecord files; features are leaves. Lists of one number are the number, longer ones arrays.
 
-    Leaves that features cannot hold keep the ending of their type in their name, as in tar shards: ``mask.npy``.
+    Leaves that features cannot hold keep the ending of their type in their name, as in tar shards: ``mask.npy``. Bytes
+    under a name without an ending are bytes, or text where the name is text, txt or transcript.
     """
 
     name: ClassVar[str] = "tfrecord"
@@ -72,21 +73,27 @@ def _read_length(header: bytes, path: str, position: int) -> int:
     return int(struct.unpack("<Q", header[:8])[0])
 
 
-def _read_example(content: bytes) -> Sample:
+def _read_example(record: bytes) -> Sample:
     """Return the features of an Example."""
     sample: Sample = {}
     fields: list[tuple[str, bytes]] = []
-    for _, features in _list_fields(content):
+    for _, features in _list_fields(record):
         for _, entry in _list_fields(features):
             parts = dict(_list_fields(entry))
             name = parts[1].decode()
-            kind, values = next(iter(_list_fields(parts[2])), (1, b""))
+            if not parts.get(2):
+                continue  # a feature without a value
+            kind, values = next(_list_fields(parts[2]))
             read = [value for _, value in _list_fields(values)] if kind == 1 else _read_numbers(kind, values)
             if kind == 1 and len(read) == 1 and name != KEY:
                 fields.append((name, read[0]))
             else:
                 sample[name] = read[0].decode() if name == KEY else _unpack(read)
-    return sample | decode_leaves(fields)
+    typed = iter(decode_leaves([field for field in fields if has_ending(field[0])]).items())
+    for name, content in fields:
+        leaf, value = next(typed) if has_ending(name) else (name, decode_bare(name, content))
+        sample[name if leaf in sample else leaf] = value
+    return sample
 
 
 def _unpack(values: Any) -> Any:
@@ -146,9 +153,7 @@ def _write_example(sample: Sample) -> bytes:
         elif isinstance(value, float) and float(np.float32(value)) == value:
             feature = _field(2, _field(1, struct.pack("<f", value)))
         else:
-            content = value.encode() if name == KEY else value
-            if not isinstance(content, bytes):
-                name, content = encode_leaf(name, value)
+            name, content = (name, str(value).encode()) if name == KEY else encode_bare(name, value)
             feature = _field(1, _field(1, content))
         entries.append(_field(1, _field(1, name.encode()) + _field(2, feature)))
     return _field(1, b"".join(entries))

@@ -11,7 +11,7 @@ import numpy as np
 
 from paceline.data.formats.base import Format, Scan, Stride
 from paceline.data.formats.files import RangeReader
-from paceline.data.formats.leaves import KEY, Sample
+from paceline.data.formats.leaves import KEY, Sample, encode_text
 from paceline.data.storage import FileInfo, Storage
 from paceline.errors import DataError
 
@@ -126,7 +126,7 @@ class TextFiles(Format):
         ]
         if len(texts) != len(samples):
             raise DataError("a sample must have one text for format text, but not each has; take jsonl")
-        return "\n".join(texts).encode()
+        return encode_text("\n".join(texts))
 
     def list_left_out(self, sample: Sample) -> list[str]:
         """Return all leaves but the text."""
