@@ -235,6 +235,7 @@ def take_two(model, batch):
     """Stand for a loss, or an optimizer."""
 
 
+NOTHING = (0, 0, 0, 0)
 EXAMPLES = {
     "function": {"path": f"{__name__}:take_two"},
     "edge_list": {"edges": [(0, 1), (1, 2)]},
@@ -242,6 +243,22 @@ EXAMPLES = {
     "files": {"path": "folder"},
     "mixture": {"sources": ({"name": "text"}, {"name": "images"})},
     "decoder": {"num_layers": 2, "width": 64},
+    "trace": {"path": str(Path(__file__).with_name("failures.csv"))},
+    "traced": {
+        "title": "one block",
+        "blocks": (
+            {
+                "name": "0",
+                "forward": {},
+                "backward": {},
+                "parameters": NOTHING,
+                "kept_elements": NOTHING,
+                "input_elements": (0, 1),
+                "output_elements": (0, 1),
+            },
+        ),
+        "ends": {"forward": {}, "backward": {}, "working_elements": NOTHING},
+    },
     "scripted": {"objective": "classification", "sample_s": (0.1,)},
 }
 """Fields of variants that cannot be made of defaults alone."""

@@ -340,9 +340,9 @@ def test_files_that_are_no_part_of_the_data_are_told(tmp_path):
     assert told(tmp_path / "rows", grows=True) == []
     write_shards(tmp_path / "images", "folder", make_images(4), 1, indexed=False)
     for number in range(5):
-        (tmp_path / "images" / f"{number}.gif").write_bytes(b"GIF89a")
+        (tmp_path / "images" / f"{number}.tiff").write_bytes(b"II*")
     (warning,) = told(tmp_path / "images")
-    assert "0.gif, 1.gif, 2.gif and 2 more" in warning
+    assert "0.tiff, 1.tiff, 2.tiff and 2 more" in warning
     (tmp_path / "tokens").mkdir()
     for name, size in (("a.bin", 100), ("b.bin", 20), ("c.bin", 0)):
         (tmp_path / "tokens" / name).write_bytes(bytes(size))

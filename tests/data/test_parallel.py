@@ -1,11 +1,20 @@
 import os
 import signal
+import threading
 import time
 
 import pytest
 
 from paceline.data.formats.parallel import map_in_processes
 from paceline.errors import DataError
+
+
+@pytest.fixture(autouse=True)
+def without_threads_of_other_tests(monkeypatch):
+    """Threads that tests before have left behind in this process do not count, or the work would be done in it."""
+    others = threading.active_count() - 1
+    count = threading.active_count
+    monkeypatch.setattr(threading, "active_count", lambda: count() - others)
 
 
 def test_processes_end_where_a_handler_of_sigterm_does_nothing():

@@ -148,7 +148,9 @@ def test_hooks_that_are_right_for_whole_gradients_only_are_refused_by_name(layou
     for hook in REFUSED.values():
         model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
         model[1].weight.register_hook(hook)
-        with pytest.raises(SettingsError, match=r"must be linear .* but those of 1\.weight are not; do it in a pre-hook"):
+        with pytest.raises(
+            SettingsError, match=r"must be linear .* but those of 1\.weight are not; do it in a pre-hook"
+        ):
             check_hooks(model, layout)
         check_hooks(model, Layout(sharded=2, zero_stage=1))
     for right in (log_nothing, lambda gradient: gradient * 1e-3, lambda gradient: gradient.mul_(0)):
