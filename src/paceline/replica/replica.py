@@ -479,15 +479,13 @@ class Replica:
         def push(is_overflown: bool) -> None:
             if sync is not None:
                 sync.before_update(replace(step, weight=0.0) if is_overflown else step)
-            self.state.begin_update()
+            if self._reduction.virtual is not None:  # first, so that the update is whole whoever is lost in it
+                self._reduction.virtual.end_step()
+            self.state.is_torn = self.state.on_undecided is None or self.state.agree_on_update()
 
         self._times.optimizer_began_s = time.perf_counter()
         stepped = self._optimizer_step.run(
-            self.optimizer,
-            self.num_updates,
-            before=push,
-            is_optimizer_run=self._runs_optimizer,
-            has_gradients=has_gradients,
+            self.optimizer, self.num_updates, push, is_optimizer_run=self._runs_optimizer, has_gradients=has_gradients
         )
         self._times.optimizer_ended_s = time.perf_counter()
         self._times.buckets = self._reduction.finish(skipped=stepped.skipped)

@@ -132,12 +132,6 @@ class WorkerState:
         """Buffers of gradients that last from step to step; empty if autograd allocates gradients anew."""
         return self._reduction.list_buffers()
 
-    def begin_update(self) -> None:
-        """Exchange buffers first, so that the update is whole whoever is lost in it; then the model may change."""
-        if self._reduction.virtual is not None:
-            self._reduction.virtual.end_step()
-        self.is_torn = self.on_undecided is None or self.agree_on_update()
-
     def agree_on_update(self) -> bool:
         """Wait until all ranks have what an update takes; return that it may begin, also if some are lost."""
         assert self.on_undecided is not None
