@@ -26,7 +26,7 @@ class Description:
         other_blocks: Share of all blocks in the other stages.
         other_heads: Whether one of those has the head.
         fill: Times that the other stages' micro-batch is waited for: the bubble.
-        launch_fill: Times that starting their kernels is: few of them are of gradients of weights.
+        launch_stretch: Times as often that starting their kernels is: few of them are of gradients of weights.
         stage_parameters: Parameters of a rank of the slowest stage, before the sharded axis divides them.
         exchanges: Exchanges of the rank.
         optimizer_bytes: Bytes that its optimizer moves.
@@ -40,7 +40,7 @@ class Description:
     other_blocks: float
     other_heads: float
     fill: float
-    launch_fill: float
+    launch_stretch: float
     stage_parameters: float
     exchanges: tuple[Exchange, ...]
     optimizer_bytes: float
@@ -53,6 +53,7 @@ def describe(case: StepCase) -> Description:
     blocks, heads = _find_slowest_stage(case)
     parameters = workload.block_parameters * blocks + _ends_parameters(workload, case, heads)
     owned = parameters / case.num_shards
+    fill = _count_fill(case, splits_backward="zero_bubble" in case.order)
     per_parameter = OPTIMIZER_BYTES.get(case.optimizer, _UNKNOWN_OPTIMIZER_BYTES)
     return Description(
         case=case,
@@ -61,8 +62,8 @@ def describe(case: StepCase) -> Description:
         stage_heads=heads,
         other_blocks=1.0 - blocks,
         other_heads=1.0 - heads,
-        fill=_count_fill(case, splits_backward="zero_bubble" in case.order),
-        launch_fill=_count_fill(case, splits_backward=False),
+        fill=fill,
+        launch_stretch=_count_fill(case, splits_backward=False) / fill if fill else 1.0,
         stage_parameters=parameters,
         exchanges=tuple(_list_exchanges(case, workload, blocks, parameters)),
         optimizer_bytes=owned * per_parameter,
