@@ -126,9 +126,9 @@ def _refuse_alike(pool: Pool, candidate: Candidate, reason: str) -> dict[Candida
 
 
 def _divide_model(candidate: Candidate) -> tuple[object, ...]:
-    """Return what is the same of candidates whose ranks hold the same parts of the model."""
+    """Return what is the same of candidates whose ranks hold the same parts of the model, and recompute them alike."""
     division = candidate.division
-    parts = division.tensor, division.context, division.pipeline, division.order, division.stages_per_rank
+    parts = division.tensor, division.context, division.pipeline, division.order, division.stages_per_rank, candidate.recompute
     return parts if division.ranks_of_worker > 1 else (division.sharded, division.zero_stage)
 
 
