@@ -7,8 +7,14 @@ from paceline.cli.prepare import make_run
 from paceline.planner.candidate import Candidate, Division
 
 SMALL = {
-    **{"model.width": "16", "model.num_layers": "4", "model.num_heads": "2", "data.sequence_length": "8"},
-    **{"data.max_bytes": "20000", "num_steps": "2", "loss.sample_tokens": "0", "schedule.warmup_steps": "1"},
+    "model.width": "16",
+    "model.num_layers": "4",
+    "model.num_heads": "2",
+    "data.sequence_length": "8",
+    "data.max_bytes": "20000",
+    "num_steps": "2",
+    "loss.sample_tokens": "0",
+    "schedule.warmup_steps": "1",
 }
 
 

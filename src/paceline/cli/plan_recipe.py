@@ -18,6 +18,7 @@ from paceline.planner.profiled_steps import list_profiled
 from paceline.planner.workload import trace_workload
 from paceline.simulator.training import Row
 from paceline.simulator.training.answers import find_posterior
+from paceline.simulator.training.case import OPTIMIZERS
 from paceline.simulator.training.contract import read_row
 from paceline.simulator.training.profile import Profile
 from paceline.sync import EveryStep
@@ -73,7 +74,7 @@ def plan_recipe(
             "id": "plan",
             "num_ranks": 1,
             "is_compiled": run.compiler != NO_COMPILER,
-            "optimizer": run.optimizer.name,
+            "optimizer": run.optimizer.name if run.optimizer.name in OPTIMIZERS else "function",
             **fields,
             "model": shape.model_dump(mode="json"),
         },

@@ -53,7 +53,7 @@ class Choice:
         return self.pool.needs[self.index]
 
     def describe_better(self) -> str:
-        """Return what is better by estimate than the choice, where a plainer candidate was taken; empty if it was not."""
+        """Return what is better by estimate, where a plainer candidate was taken; empty if it was not."""
         if self.index == self.best:
             return ""
         column = OBJECTIVES.index(self.by)

@@ -128,7 +128,14 @@ def _refuse_alike(pool: Pool, candidate: Candidate, reason: str) -> dict[Candida
 def _divide_model(candidate: Candidate) -> tuple[object, ...]:
     """Return what is the same of candidates whose ranks hold the same parts of the model, and recompute them alike."""
     division = candidate.division
-    parts = division.tensor, division.context, division.pipeline, division.order, division.stages_per_rank, candidate.recompute
+    parts = (
+        division.tensor,
+        division.context,
+        division.pipeline,
+        division.order,
+        division.stages_per_rank,
+        candidate.recompute,
+    )
     return parts if division.ranks_of_worker > 1 else (division.sharded, division.zero_stage)
 
 
@@ -218,7 +225,11 @@ def to_plan(planned: Planned, recipe: str | None, digest: str) -> Plan:
         machines=PlannedMachines(name=machines.name, num_ranks=num_ranks, num_hosts=num_hosts, words=words),
         predicted=Forecast(**{name: answer[name] for name in Forecast.model_fields}),
         words=candidate.describe(),
-        why={key: value for key, value in to_document(planned).items() if key in ("what_if", "neighbours", "ties", "better")},
+        why={
+            key: value
+            for key, value in to_document(planned).items()
+            if key in ("what_if", "neighbours", "ties", "better")
+        },
     )
 
 

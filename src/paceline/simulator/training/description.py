@@ -9,9 +9,11 @@ from paceline.simulator.training.exchanges import Axis, AxisGroup, Exchange
 from paceline.simulator.training.operators import Workload, WorkSlice
 from paceline.simulator.training.shapes import OWN_STACK, ModelShape
 
-OPTIMIZER_BYTES = {"adamw": 30.0, "adam": 30.0, "lamb": 54.0, "lars": 34.0, "sgd": 22.0, "momentum": 22.0}
+OPTIMIZER_BYTES = {
+    "adamw": 30.0, "adam": 30.0, "adamw_8bit": 18.0, "adafactor": 14.0, "lamb": 54.0, "lars": 34.0, "sgd": 22.0,
+    "momentum": 22.0, "function": 30.0,
+}  # fmt: skip
 """Bytes that an update reads and writes for each parameter of a rank, in mixed precision."""
-_UNKNOWN_OPTIMIZER_BYTES = 30.0
 
 
 @dataclass(frozen=True)
@@ -54,7 +56,7 @@ def describe(case: StepCase) -> Description:
     parameters = workload.block_parameters * blocks + _ends_parameters(workload, case, heads)
     owned = parameters / case.num_shards
     fill = _count_fill(case, splits_backward="zero_bubble" in case.order)
-    per_parameter = OPTIMIZER_BYTES.get(case.optimizer, _UNKNOWN_OPTIMIZER_BYTES)
+    per_parameter = OPTIMIZER_BYTES[case.optimizer]
     return Description(
         case=case,
         workload=workload,

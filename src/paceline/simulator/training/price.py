@@ -67,7 +67,7 @@ class _Pricing:
         context = self._sum_exchanges(Axis.CONTEXT) * self.of("case_network") * share
         # A tenth of a ring's rounds is waited for even where attention takes longer.
         exposed_context = np.maximum(context * 0.1, context - stage["attention"] - idle)
-        # What one exchange hides behind, another does not: else computing that is faster would uncover more than it saves.
+        # What one exchange hides behind, another does not: else faster computing would uncover more than it saves.
         hidden = hidden_tensor + context - exposed_context
         shard, exposed_shard = self._hide(Axis.SHARD, np.maximum(0.0, busy - hidden), "exposed_shard")
         hidden = hidden + shard - exposed_shard
