@@ -167,7 +167,7 @@ def _nothing_keeps(
     steps = problem.num_steps or 1
     time_s, money, energy_j, _ = objectives[nearest] * steps
     words = [f"{time_s / 3600:.3g} h"]
-    words += [f"{money:.4g} in money"] if problem.has_prices else []
+    words += [f"{money:.4g} in {problem.currency}"] if problem.has_prices else []
     words += [f"{energy_j / 3.6e6:.3g} kWh"]
     return SettingsError(
         f"nothing keeps the limits: the nearest takes {', '.join(words)}, {float(excess.min()):.3g} times what is "

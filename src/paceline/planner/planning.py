@@ -271,7 +271,7 @@ def _describe_run(planned: Planned, num_steps: int) -> str:
         words += f", {energy_j / 3.6e6:.4g} kWh, {planned.problem.site.carbon_kg(energy_j):.3g} kgCO2e"
     if planned.problem.has_prices:
         predicted_s, money = planned.choice.objectives[planned.choice.index, :2].tolist()
-        words += f", {money / predicted_s * step_s:,.4g} in the price's currency"
+        words += f", {money / predicted_s * step_s:,.4g} in {planned.problem.currency}"
     within_s = planned.problem.limits.within_s
     if within_s is not None and high > within_s:
         words += f"; the upper end of its interval is beyond the {_hours(within_s)} that are allowed"
