@@ -83,6 +83,10 @@ def test_limits_change_the_choice(call):
         ([*SHAPE, "--within", "8"], "--within must be a positive amount such as 8h"),
         ([*SHAPE, "--within", "8h"], "--num_steps must be given with a limit of the whole run"),
         ([*SHAPE, "--budget", "5", "--num_steps", "9"], "--budget must go with a price of each cluster, but dgx_a100"),
+        (
+            [*SHAPE[:4], "aws_p4d_24xlarge", *SHAPE[5:], "--budget", "50eur", "--num_steps", "9"],
+            "--budget and prices must be in one currency, but are in eur and usd",
+        ),
         ([*SHAPE, "--price", "dgx1=4"], "--price must be of a cluster on offer, but got dgx1; they are: dgx_a100"),
         ([*SHAPE, "--price", "-4"], "--price must be a number of at least 0, but got '-4'"),
         ([*SHAPE, "--carbon", "2"], "--carbon must be a positive amount such as 2kg"),

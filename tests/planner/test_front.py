@@ -4,11 +4,12 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from problems import make_machines, make_problem, price
+from problems import make_machines, make_problem, posterior, price
 
 from paceline.errors import SettingsError
 from paceline.planner.choice import choose
 from paceline.planner.front import find_front
+from paceline.planner.planning import describe_choice, make_plan, to_document
 
 
 def find_slowly(objectives):
@@ -102,3 +103,22 @@ def test_a_model_is_divided_only_where_that_is_surely_faster():
     large = {"name": "decoder", "num_layers": 16, "width": 8192, "num_heads": 64}
     pool, least = price(make_problem(make_machines("dgx_a100", 8), model=large, tokens=1024, global_batch=2))
     assert choose(pool, least).needs.candidate.division.ranks_of_worker > 1  # two samples are too few for eight workers
+
+
+def test_a_plainer_choice_says_what_is_better_and_is_not_said_to_be_on_the_front():
+    small = {"name": "decoder", "num_layers": 8, "width": 1024, "num_heads": 8, "vocabulary": 1000}
+    found = make_plan(make_problem(make_machines(num_ranks=4), model=small, tokens=256, global_batch=4), posterior())
+    choice, objectives = found.choice, found.choice.objectives
+    least_s = objectives[np.flatnonzero(choice.pool.fits), 0].min()
+    assert objectives[choice.best, 0] == least_s < objectives[choice.index, 0]
+    better = (
+        f"taken as the plainest of a tie: {choice.pool.needs[choice.best].candidate.describe()} is "
+        f"{objectives[choice.index, 0] / least_s - 1:.1%} faster by estimate, less than is known"
+    )
+    assert better in describe_choice(found)
+    assert to_document(found)["better"] == better
+    assert choice.index not in choice.front
+    assert set(found.shown()) <= set(choice.front)
+    best = make_plan(make_problem(make_machines(num_ranks=2), global_batch=4), posterior())
+    assert best.choice.index == best.choice.best in best.shown()
+    assert to_document(best)["better"] is None

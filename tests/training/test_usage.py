@@ -10,6 +10,7 @@ from paceline.monitor import EventLog, ResourcesUsed, StepFinished, read_log, se
 from paceline.monitor.energy import NvmlMeter
 from paceline.monitor.energy.nvml import NvmlError
 from paceline.monitor.usage import describe_usage, sum_usage
+from paceline.planner.limits import describe_this_machine
 from paceline.topology import Host, Site, find_device
 from paceline.training import usage
 from paceline.training.usage import LOG_INTERVAL_S, UsageMeter, find_meters
@@ -165,3 +166,11 @@ def test_a_budget_needs_something_to_count():
     for budget in ({"money": 0}, {"hours": -1}, {"energy": "5"}, {"energy": 0}):
         with pytest.raises(ValueError, match=r"greater than 0|an energy must be like"):
             make_points_run(budget=budget, site={"price_per_hour": 1})
+
+
+def test_a_plan_for_this_machine_and_a_run_on_it_declare_the_same_power(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    device = describe_this_machine().device
+    meter = usage._declare_processor(Site(), 1, is_device=True)
+    at_work = meter._idle_w + meter._core_w * device.num_cores
+    assert (meter._idle_w, at_work) == pytest.approx((device.idle_w, device.load_w))

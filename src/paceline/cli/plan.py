@@ -51,10 +51,12 @@ def plan(
 
     overrides = parse_pairs(context.args)
     site = Site(zone=zone)
+    money, currency = (None, "") if budget is None else parse_budget(budget)
     limits = Limits(
         None if within is None else parse_time(within),
-        None if budget is None else parse_budget(budget),
+        money,
         parse_energy(energy, carbon, site),
+        currency,
     )
     profiled = None if profile is None else _read_profile(profile, recipe, cluster)
     clusters = _read_clusters(cluster) if profiled is None else [("the profiled machine", profiled.cluster)]
@@ -190,7 +192,7 @@ def _print(planned: "Planned") -> None:
         "plan",
         "machines",
         "step, s",
-        *(["money an hour"] if planned.problem.has_prices else []),
+        *([f"{planned.problem.currency} an hour"] if planned.problem.has_prices else []),
         "kJ",
         "GB a rank",
     )

@@ -18,18 +18,20 @@ from paceline.planner.profiled_steps import list_profiled
 from paceline.planner.workload import trace_workload
 from paceline.simulator.training import Row
 from paceline.simulator.training.answers import find_posterior
+from paceline.simulator.training.case import OPTIMIZERS
 from paceline.simulator.training.contract import read_row
 from paceline.simulator.training.profile import Profile
 from paceline.sync import EveryStep
 from paceline.topology import Site
 from paceline.training.compiling import NO_COMPILER
-from paceline.training.memory_fit import estimate
-from paceline.training.rehearsal import RehearsalError, check_workers
+from paceline.training.layout_rehearsal import estimate_layout
+from paceline.training.rehearsal import RehearsalError, check_workers, choose_blocks, guarded
 
 if TYPE_CHECKING:
     from paceline.data.base import Splits
     from paceline.training.run import Run
 
+_CPU = torch.device("cpu")
 _MOST_REHEARSED = 8
 """Ranks of a replica up to which a candidate is rehearsed, on tensors without contents, before it is shown."""
 
@@ -72,7 +74,7 @@ def plan_recipe(
             "id": "plan",
             "num_ranks": 1,
             "is_compiled": run.compiler != NO_COMPILER,
-            "optimizer": run.optimizer.name,
+            "optimizer": run.optimizer.name if run.optimizer.name in OPTIMIZERS else "function",
             **fields,
             "model": shape.model_dump(mode="json"),
         },
@@ -105,7 +107,7 @@ def _check_rule(run: "Run") -> None:
 
 def _make_trial(run: "Run", splits: "Splits") -> Trial:
     """Return what training says of a candidate: its checks of settings and model, and a rehearsal of few ranks."""
-    rehearsed: dict[Division, str] = {}
+    rehearsed: dict[Candidate, str] = {}
 
     def find_refusal(candidate: Candidate) -> str:
         try:
@@ -113,9 +115,9 @@ def _make_trial(run: "Run", splits: "Splits") -> Trial:
             check_workers(planned, candidate.division.num_workers, splits)
         except PacelineError as error:
             return " ".join(str(error).split())
-        least = _reduce(candidate.division)
+        least = replace(candidate, division=_reduce(candidate.division))
         if least not in rehearsed:
-            rehearsed[least] = _rehearse(run, replace(candidate, division=least), splits)
+            rehearsed[least] = _rehearse(run, least, splits)
         return rehearsed[least]
 
     return find_refusal
@@ -131,12 +133,18 @@ def _rehearse(run: "Run", candidate: Candidate, splits: "Splits") -> str:
     division = candidate.division
     if division.num_ranks > _MOST_REHEARSED or division.ranks_of_worker == 1:  # shards of any model can be made
         return ""
+    if run.memory.offload != "none":  # which rehearsals of layouts leave out
+        return ""
     batch = max(candidate.num_micro_batches, division.num_workers, 2)
     try:
         planned = apply_candidate(run.model_copy(update={"global_batch": batch * division.num_workers}), candidate)
-        estimate(planned, splits, division.num_ranks, torch.device("cpu"))
-    except RehearsalError:  # it cannot be told before ranks start
-        return ""
+        choices = choose_blocks(planned, splits, division.num_workers, _CPU)
+        guarded(lambda: estimate_layout(planned, splits, division.num_ranks, choices, _CPU))
+    except RehearsalError as error:
+        if error.__cause__ is None:  # it cannot be told before ranks start
+            return ""
+        # The whole model did run so, or there were no plan: it is this division of it that does not.
+        return f"a rehearsal of its ranks raises {type(error.__cause__).__name__}: {error.__cause__}".partition("\n")[0]
     except PacelineError as error:
         return " ".join(str(error).split())
     return ""

@@ -23,6 +23,7 @@ class Machines:
         memory_bytes: Memory that a rank may use; None: its device's.
         price_per_hour: Price of a host and hour; None: not known.
         price_words: The price with its unit and origin.
+        currency: Currency of the price; empty: not known.
     """
 
     name: str
@@ -31,6 +32,7 @@ class Machines:
     memory_bytes: float | None = None
     price_per_hour: float | None = None
     price_words: str = ""
+    currency: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,6 +17,8 @@ from paceline.topology.cluster import Floats, Integers
 
 _ALIKE = 1.01
 """Ratio to the best up to which the plainer candidate is taken."""
+_SAME = 1.0005
+"""Ratio below which a difference is not worth a number."""
 _MOST_TIES = 20
 """Candidates that are nearest to the choice, which are compared with it."""
 
@@ -28,7 +30,9 @@ class Choice:
     Args:
         pool: The pool.
         objectives: Time, money, energy and memory of its candidates.
-        index: Index of the chosen one: on the front, or a plainer one that ties with the best.
+        index: Index of the chosen one: the best, or a plainer one that ties with it and may be off the front.
+        best: Index of the best in the objective.
+        is_unsure: Whether the two differ by less than is known.
         front: Indices of those that no other beats in everything, among those that keep the limits; fastest first.
         ties: Indices of those whose time differs from the choice's by less than is known.
         by: Objective that it is best in.
@@ -37,6 +41,8 @@ class Choice:
     pool: Pool
     objectives: Floats
     index: int
+    best: int
+    is_unsure: bool
     front: tuple[int, ...]
     ties: tuple[int, ...]
     by: str
@@ -45,6 +51,20 @@ class Choice:
     def needs(self) -> Needs:
         """What the chosen candidate needs."""
         return self.pool.needs[self.index]
+
+    def describe_better(self) -> str:
+        """Return what is better by estimate, where a plainer candidate was taken; empty if it was not."""
+        if self.index == self.best:
+            return ""
+        column = OBJECTIVES.index(self.by)
+        ratio = float(self.objectives[self.index, column] / self.objectives[self.best, column])
+        better = {"step_s": "faster", "money": "cheaper", "energy_j": "more sparing of energy"}[self.by]
+        words = f"{ratio - 1:.1%} {better}" if ratio > _SAME else f"no {better}, and needs other memory or energy"
+        doubt = "less than is known" if self.is_unsure else "too little for its additional settings"
+        return (
+            f"taken as the plainest of a tie: {self.pool.needs[self.best].candidate.describe()} is {words} by "
+            f"estimate, {doubt}"
+        )
 
 
 def choose(pool: Pool, least: Needs | None, refused: Mapping[Candidate, str] = MappingProxyType({})) -> Choice:
@@ -75,7 +95,9 @@ def choose(pool: Pool, least: Needs | None, refused: Mapping[Candidate, str] = M
     ordered = sorted(front.tolist(), key=lambda one: objectives[one].tolist())
     near = sorted(kept.tolist(), key=lambda one: abs(np.log(objectives[one, 0] / objectives[index, 0])))[:_MOST_TIES]
     ties = tuple(one for one in find_ties(pool, index, near) if one != index)
-    return Choice(pool, objectives, index, tuple(ordered), ties, by)
+    best = int(kept[int(np.argmin(objectives[kept, OBJECTIVES.index(by)]))])
+    is_unsure = bool(find_ties(pool, index, [best]))
+    return Choice(pool, objectives, index, best, is_unsure, tuple(ordered), ties, by)
 
 
 def _find_plainest(pool: Pool, primary: Floats, kept: Integers) -> int:
@@ -145,7 +167,7 @@ def _nothing_keeps(
     steps = problem.num_steps or 1
     time_s, money, energy_j, _ = objectives[nearest] * steps
     words = [f"{time_s / 3600:.3g} h"]
-    words += [f"{money:.4g} in money"] if problem.has_prices else []
+    words += [f"{money:.4g} in {problem.currency}"] if problem.has_prices else []
     words += [f"{energy_j / 3.6e6:.3g} kWh"]
     return SettingsError(
         f"nothing keeps the limits: the nearest takes {', '.join(words)}, {float(excess.min()):.3g} times what is "

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from paceline.errors import SettingsError
 from paceline.planner.candidate import Machines
 from paceline.topology import BytesPerSecond, Cluster, Device, Hosts, Joules, Loopback, Site, parse_size
+from paceline.topology.devices import power_of_cores
 from paceline.topology.tables import read_prices
 
 _SECONDS = {"s": 1.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
@@ -39,8 +40,8 @@ def parse_energy(energy: str | None, carbon: str | None, site: Site) -> float | 
     return min(limits, default=None)
 
 
-def parse_budget(text: str) -> float:
-    """Return the number of a budget such as 50usd; its currency is the price's.
+def parse_budget(text: str) -> tuple[float, str]:
+    """Return the number of a budget such as 50usd, and its currency; empty: the price's.
 
     Raises:
         SettingsError: The text is no number, or not more than 0.
@@ -48,7 +49,7 @@ def parse_budget(text: str) -> float:
     found = re.fullmatch(r"(-?\d+(?:\.\d*)?(?:e\d+)?)\s*([a-z]{3})?", text.strip(), re.IGNORECASE)
     if found is None or not float(found[1]) > 0:
         raise SettingsError(f"--budget must be a positive amount such as 50usd, but got {text!r}; write it so")
-    return float(found[1])
+    return float(found[1]), (found[2] or "").lower()
 
 
 def _parse(text: str, what: str, units: dict[str, float], examples: str) -> float:
@@ -84,13 +85,15 @@ def list_machines(
     listed = {price.type: price for price in reversed(read_prices(table))}  # the first region of each type counts
     found = []
     for name, cluster in clusters:
+        currency = ""
         ranks = num_ranks or _count_ranks(cluster)
         cluster.check_size(ranks)
         price, words = given.get(name), f"{given[name]:.4g} an hour a host, as given" if name in given else ""
         if price is None and name in listed:
             price, words = listed[name].on_demand_per_hour, listed[name].describe(is_spot=False)
+            currency = listed[name].currency
             words = "; ".join(filter(None, (words, listed[name].warn_of_age())))
-        found.append(Machines(name, cluster, ranks, memory_bytes, price, words))
+        found.append(Machines(name, cluster, ranks, memory_bytes, price, words, currency))
     return tuple(found)
 
 
@@ -133,13 +136,14 @@ def describe_this_machine() -> Cluster:
             f"{torch.cuda.get_device_name()}; name a preset of `paceline clusters`, or describe it in a JSON file"
         )
     num_cores = len(os.sched_getaffinity(0))
+    idle_w, load_w = power_of_cores(num_cores)  # that a run's meter declares too
     memory_bytes = float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
     device = Device(
         peak_flops={"fp32": num_cores * _FLOPS_OF_CORE},
         memory_bytes=memory_bytes,
         memory_speed=BytesPerSecond(num_cores * _BYTES_OF_CORE),
-        idle_w=10.0,
-        load_w=10.0 + 10.0 * num_cores,
+        idle_w=idle_w,
+        load_w=load_w,
         num_cores=num_cores,
         generation="cpu",
         is_host=True,

@@ -59,9 +59,10 @@ class Planned:
         return self.choice.needs.candidate
 
     def shown(self) -> list[int]:
-        """Return the candidates of the front to show: the choice, the best in each thing, then others by time."""
+        """Return the candidates of the front to show: the choice if it is one, the best in each thing, others."""
         objectives, front = self.choice.objectives, self.choice.front
-        wanted = [self.choice.index, *(min(front, key=lambda one: objectives[one, column]) for column in range(4))]
+        own = [self.choice.index] if self.choice.index in front else []
+        wanted = [*own, *(min(front, key=lambda one: objectives[one, column]) for column in range(4))]
         spaced = front[:: max(1, len(front) // MOST_SHOWN)]
         chosen = list(dict.fromkeys([*wanted, *spaced]))[:MOST_SHOWN]
         return sorted(chosen, key=lambda one: float(objectives[one, 0]))
@@ -89,7 +90,8 @@ def make_plan(
     while True:
         choice = choose(pool, least, refused)
         planned = Planned(problem, space, choice, {}, (), (), len(space.candidates) - len(pool.needs), refused, 0.0)
-        new = [one.candidate for one in map(pool.needs.__getitem__, planned.shown()) if one.candidate not in tried]
+        shown = [pool.needs[one].candidate for one in dict.fromkeys([choice.index, choice.best, *planned.shown()])]
+        new = [candidate for candidate in shown if candidate not in tried]
         if not new:
             break
         for candidate in new:
@@ -124,9 +126,16 @@ def _refuse_alike(pool: Pool, candidate: Candidate, reason: str) -> dict[Candida
 
 
 def _divide_model(candidate: Candidate) -> tuple[object, ...]:
-    """Return what is the same of candidates whose ranks hold the same parts of the model."""
+    """Return what is the same of candidates whose ranks hold the same parts of the model, and recompute them alike."""
     division = candidate.division
-    parts = division.tensor, division.context, division.pipeline, division.order, division.stages_per_rank
+    parts = (
+        division.tensor,
+        division.context,
+        division.pipeline,
+        division.order,
+        division.stages_per_rank,
+        candidate.recompute,
+    )
     return parts if division.ranks_of_worker > 1 else (division.sharded, division.zero_stage)
 
 
@@ -142,6 +151,7 @@ def to_document(planned: Planned) -> dict[str, Any]:
             "answer": planned.answer,
         },
         "by": choice.by,
+        "better": choice.describe_better() or None,
         "ties": [choice.pool.needs[one].candidate.describe() for one in choice.ties],
         "front": [
             {
@@ -215,7 +225,11 @@ def to_plan(planned: Planned, recipe: str | None, digest: str) -> Plan:
         machines=PlannedMachines(name=machines.name, num_ranks=num_ranks, num_hosts=num_hosts, words=words),
         predicted=Forecast(**{name: answer[name] for name in Forecast.model_fields}),
         words=candidate.describe(),
-        why={key: value for key, value in to_document(planned).items() if key in ("what_if", "neighbours", "ties")},
+        why={
+            key: value
+            for key, value in to_document(planned).items()
+            if key in ("what_if", "neighbours", "ties", "better")
+        },
     )
 
 
@@ -241,6 +255,8 @@ def describe_choice(planned: Planned) -> list[str]:
             lines.append(f"carbon: {planned.problem.site.describe_carbon()}")
     if machines.price_words:
         lines.append(f"price: {machines.price_words}")
+    if better := planned.choice.describe_better():
+        lines.append(better)
     if planned.choice.ties:
         lines.append(
             f"ties with {len(planned.choice.ties)} of the nearest candidates: the difference is less than is known"
@@ -255,7 +271,7 @@ def _describe_run(planned: Planned, num_steps: int) -> str:
         words += f", {energy_j / 3.6e6:.4g} kWh, {planned.problem.site.carbon_kg(energy_j):.3g} kgCO2e"
     if planned.problem.has_prices:
         predicted_s, money = planned.choice.objectives[planned.choice.index, :2].tolist()
-        words += f", {money / predicted_s * step_s:,.4g} in the price's currency"
+        words += f", {money / predicted_s * step_s:,.4g} in {planned.problem.currency}"
     within_s = planned.problem.limits.within_s
     if within_s is not None and high > within_s:
         words += f"; the upper end of its interval is beyond the {_hours(within_s)} that are allowed"

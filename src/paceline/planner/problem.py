@@ -20,11 +20,13 @@ class Limits:
         within_s: Time of the run.
         budget: Money that it costs.
         energy_j: Energy that all hosts use.
+        currency: Currency of the money; empty: that of the prices.
     """
 
     within_s: float | None = None
     budget: float | None = None
     energy_j: float | None = None
+    currency: str = ""
 
     def __post_init__(self) -> None:
         """Refuse limits that nothing can keep."""
@@ -67,6 +69,21 @@ class PlanProblem:
         if self.limits.budget is not None and not self.has_prices:
             unknown = ", ".join(one.name for one in self.machines if one.price_per_hour is None)
             raise SettingsError(f"--budget must go with a price of each cluster, but {unknown} has none; give --price")
+        if self.has_prices and len(self._currencies) > 1:
+            raise SettingsError(
+                f"--budget and prices must be in one currency, but are in {' and '.join(self._currencies)}; "
+                "give --budget or --price in the other"
+            )
+
+    @property
+    def _currencies(self) -> list[str]:
+        names = [self.limits.currency, *(machines.currency for machines in self.machines)]
+        return sorted({name.lower() for name in names if name})
+
+    @property
+    def currency(self) -> str:
+        """Unit of money: that of the budget or of the table of prices, or else words for it."""
+        return next(iter(self._currencies), "the price's currency")
 
     @property
     def has_prices(self) -> bool:

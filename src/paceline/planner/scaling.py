@@ -12,7 +12,7 @@ from paceline.errors import PacelineError, SettingsError
 from paceline.simulator.training import Description, Row, TracedShape, describe, make_case
 from paceline.simulator.training.answers import QUANTILE, answer_described
 from paceline.simulator.training.batch import make_batch
-from paceline.simulator.training.case import explain_refusal
+from paceline.simulator.training.case import OPTIMIZERS, explain_refusal
 from paceline.simulator.training.contract import LayoutRow, PipelineRow
 from paceline.simulator.training.fit import Posterior
 from paceline.simulator.training.likeness import Features
@@ -199,7 +199,7 @@ class _Base:
             precision=run.precision,
             recompute=recompute if recompute in ("none", "full", "selective") else "full",
             is_compiled=run.compiler != NO_COMPILER,
-            optimizer=run.optimizer.name,
+            optimizer=run.optimizer.name if run.optimizer.name in OPTIMIZERS else "function",
         )
 
     def describe(self, num_ranks: int, of_worker: int | None) -> Description:

@@ -143,3 +143,9 @@ def _by_name(value: Any) -> Any:
 
 DeviceField = Annotated[Device, BeforeValidator(_by_name)]
 """A device as a field: its specification, or the name of a preset."""
+
+
+def power_of_cores(num_cores: int) -> tuple[float, float]:
+    """Return the watts, idle and at work, of some cores of a server as the preset `cpu` describes one."""
+    server = find_device("cpu")
+    return server.idle_w * num_cores / server.num_cores, server.load_w * num_cores / server.num_cores

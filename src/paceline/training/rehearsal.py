@@ -52,6 +52,8 @@ T = TypeVar("T")
 
 _MAX_BOUNDARIES = 1000
 """Number of boundaries for which sizes of micro-batches are listed before a run."""
+_LOUD = ("torch._subclasses.fake_tensor", "torch.distributed.pipelining.schedules")
+"""Logs of torch that print the stack of each error, also of ours, or a whole schedule."""
 
 
 class RehearsalError(SettingsError):
@@ -285,9 +287,10 @@ def guarded(rehearsing: Callable[[], T]) -> T:
     Raises:
         RehearsalError: The model cannot be rehearsed; the message says why.
     """
-    log = logging.getLogger("torch._subclasses.fake_tensor")  # which prints the stack of each error, also of ours
-    level = log.level
-    log.setLevel(logging.CRITICAL)
+    logs = [logging.getLogger(name) for name in _LOUD]
+    levels = [log.level for log in logs]
+    for log in logs:
+        log.setLevel(logging.CRITICAL)
     try:
         return rehearsing()
     except PacelineError:
@@ -299,7 +302,8 @@ def guarded(rehearsing: Callable[[], T]) -> T:
             "--memory.recompute, and silence this by --memory.check false"
         ) from error
     finally:
-        log.setLevel(level)
+        for log, level in zip(logs, levels, strict=True):
+            log.setLevel(level)
 
 
 def _first_line(error: BaseException) -> str:

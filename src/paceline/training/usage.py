@@ -15,6 +15,7 @@ from paceline.monitor.energy.nvml import NvmlError
 from paceline.monitor.events import ResourcesUsed
 from paceline.monitor.log import EventLog
 from paceline.topology import Site, find_device
+from paceline.topology.devices import power_of_cores
 
 LOG_INTERVAL_S = 5.0
 """Time from one event to the next."""
@@ -76,7 +77,7 @@ def _declare_processor(site: Site, num_here: int, *, is_device: bool) -> Declare
         idle_w, load_w, num_cores = host.idle_w, host.load_w, host.num_cores
     else:
         server, num_cores = find_device("cpu"), len(os.sched_getaffinity(0))
-        idle_w, load_w = (power * num_cores / server.num_cores for power in (server.idle_w, server.load_w))
+        idle_w, load_w = power_of_cores(num_cores)
         about = f"{num_cores} cores' part of a server of {server.num_cores} with {server.idle_w:g} to {server.load_w:g}"
         about += " W; site.device or site.host declares another"
     return DeclaredProcessor(idle_w / num_here, (load_w - idle_w) / num_cores, about)

@@ -46,6 +46,45 @@ def test_answers_come_in_order_and_what_cannot_be_priced_has_a_reason_and_no_num
         assert words in found["error"]
 
 
+def test_a_number_or_a_name_out_of_range_is_an_error_of_its_row_alone():
+    rows = [
+        (change(micro_batch=-1), "micro_batch must be"),
+        (change(sample={"tokens": 0}), "sample.tokens must be"),
+        (change(precision="fp4"), "precision must be"),
+        (change(attention="flash"), "attention must be"),
+        (change(recompute="some"), "recompute must be"),
+        (change(pipeline={"order": "2f2b", "stages_per_rank": 1}), "pipeline.order must be"),
+        (change(num_ranks=0), "num_ranks must be"),
+        (change({"tensor": 7}, model={**ROW["model"], "num_heads": 48, "num_kv_heads": 48}), "48 = 7 x 6 + 6"),
+        (change(optimizer="nonsense"), "optimizer must be one of adamw"),
+        (change({"data": 64}, global_batch=32), "at least the number of workers, data x sharded = 64, but got 32"),
+    ]
+    *refused, priced = answer_rows(read(*(row for row, _ in rows), ROW))["rows"]
+    for found, (_, words) in zip(refused, rows, strict=True):
+        assert set(found) == {"id", "error"}
+        assert words in found["error"]
+    assert priced == answer(ROW)
+
+
+def test_the_worker_with_most_samples_is_priced():
+    of_33, of_40 = (answer(change({"data": 8}, micro_batch=1, global_batch=batch)) for batch in (33, 40))
+    assert of_33["step_s"] == of_40["step_s"]
+
+
+def test_every_optimizer_of_ours_is_priced_by_its_state_or_assumed():
+    from paceline.optim import Optimizer
+    from paceline.registry import list_variants
+    from paceline.simulator.training.case import OPTIMIZERS
+    from paceline.simulator.training.description import OPTIMIZER_BYTES
+    from paceline.simulator.training.memory import OPTIMIZER_STATE_BYTES
+
+    assert set(OPTIMIZERS) == set(OPTIMIZER_BYTES) == set(OPTIMIZER_STATE_BYTES)
+    assert set(list_variants(Optimizer)) <= set(OPTIMIZERS)
+    lean, usual = (answer(change(optimizer=name)) for name in ("adamw_8bit", "adamw"))
+    assert lean["memory_bytes"] < usual["memory_bytes"]
+    assert answer(change(optimizer="function"))["assumed"] == ["optimizer function, priced as adamw"]
+
+
 def test_what_is_not_known_is_assumed_and_said():
     row = {"id": "r", "num_ranks": 8, "model": {"name": "decoder", "num_layers": 4, "width": 512}}
     found = answer(row)
@@ -67,9 +106,7 @@ def test_what_is_not_known_is_assumed_and_said():
         ({"version": 1, "rows": {}}, "must be a list"),
         ({"version": 1, "rows": [{**ROW, "colour": 1}]}, r"row 0 of rows, r1: colour is not a field"),
         ({"version": 1, "rows": [{**ROW, "num_ranks": "8"}]}, "num_ranks must be"),
-        ({"version": 1, "rows": [{**ROW, "precision": "fp4"}]}, "precision must be"),
         ({"version": 1, "rows": [{**ROW, "layout": {"tensors": 2}}]}, "layout.tensors is not a field"),
-        ({"version": 1, "rows": [{**ROW, "micro_batch": 0}]}, "micro_batch must be"),
         ({"version": 1, "rows": [{**ROW, "measured": {"step_s": 1.0}}]}, "must not have measured"),
         ({"version": 1, "rows": [{"id": "x", "model": {}}]}, "num_ranks must be given"),
     ],

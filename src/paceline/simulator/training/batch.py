@@ -110,7 +110,7 @@ _COLUMNS: dict[str, Callable[[Description], float]] = {
     "num_ranks": lambda d: d.case.row.num_ranks,
     "micro_batches": lambda d: d.case.num_micro_batches,
     "fill": lambda d: d.fill,
-    "launch_fill": lambda d: d.launch_fill,
+    "launch_stretch": lambda d: d.launch_stretch,
     "stages": lambda d: d.case.pipeline,
     "stage_blocks": lambda d: d.stage_blocks,
     "num_blocks": lambda d: d.case.model.num_blocks * d.stage_blocks,

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from math import prod
+from math import ceil, prod
 from typing import Any, TypeVar
 
 from pydantic import ValidationError
@@ -56,14 +56,19 @@ class StepCase:
         return self.sharded * (self.context if self.stack.startswith("fsdp") else 1)
 
     @property
+    def samples_of_worker(self) -> float:
+        """Samples of the worker with most of a step: the others wait for it."""
+        return float(ceil(self.global_batch / self.num_workers - 1e-9))
+
+    @property
     def num_micro_batches(self) -> float:
-        """Micro-batches of a worker in one step; a last one that is smaller counts as its share."""
-        return max(1.0, self.global_batch / (self.num_workers * self.micro_batch))
+        """Micro-batches of that worker in one step; a last one that is smaller counts as its share."""
+        return max(1.0, self.samples_of_worker / self.micro_batch)
 
     @property
     def samples(self) -> float:
         """Samples of a micro-batch: fewer than asked where the global batch has no more."""
-        return min(self.micro_batch, self.global_batch / self.num_workers)
+        return min(self.micro_batch, self.samples_of_worker)
 
     @property
     def num_hosts(self) -> int:
@@ -71,6 +76,8 @@ class StepCase:
         return -(-self.row.num_ranks // self.paths.devices_per_host)
 
 
+OPTIMIZERS = ("adamw", "adam", "adamw_8bit", "adafactor", "lamb", "lars", "sgd", "momentum", "function")
+"""Optimizers that are priced; one of a function's has a state that nobody knows."""
 T = TypeVar("T")
 
 
@@ -115,6 +122,8 @@ def make_case(row: Row) -> StepCase:
 
 
 def _make_case(row: Row) -> StepCase:
+    if row.refusal:
+        raise SettingsError(row.refusal)
     model: ModelShape = ModelShape.model_validate(row.model)
     assume = _Assumptions(model.fixed)
     assume.names += model.uncertain
@@ -123,6 +132,7 @@ def _make_case(row: Row) -> StepCase:
             assume.names.append(f"model.{name}")
     device, device_name, cluster = _find_hardware(row, assume)
     axes = _find_axes(row, assume)
+    _check_heads(model, axes["tensor"])
     pipeline = row.pipeline or PipelineRow()
     order = assume.take("pipeline.order", pipeline.order, "1f1b") if axes["pipeline"] > 1 else "1f1b"
     chunks = assume.take("pipeline.stages_per_rank", pipeline.stages_per_rank, 1) if axes["pipeline"] > 1 else 1
@@ -132,6 +142,11 @@ def _make_case(row: Row) -> StepCase:
     workers = axes["data"] * axes["sharded"]
     least = 8 * axes["pipeline"] if axes["pipeline"] > 1 else 1
     batch = assume.take("global_batch", row.global_batch, (row.micro_batch or 1.0) * workers * least)
+    if batch < workers:
+        raise SettingsError(
+            f"global_batch must be at least the number of workers, data x sharded = {workers}, but got {batch:g}; "
+            "raise it, or take fewer"
+        )
     guess = 1.0 if axes["pipeline"] > 1 else min(4.0 if model.reads_tokens else 64.0, max(1.0, batch / workers))
     if axes["pipeline"] > device_stages(model, chunks):
         raise SettingsError(
@@ -146,6 +161,12 @@ def _make_case(row: Row) -> StepCase:
         raise SettingsError(
             f"sync must be every_step to be priced here, but got {row.sync.get('name')!r}; leave it out"
         )
+    optimizer = assume.take("optimizer", row.optimizer, "adamw" if model.reads_tokens else "sgd")
+    if optimizer not in OPTIMIZERS:
+        known = ", ".join(OPTIMIZERS)
+        raise SettingsError(f"optimizer must be one of {known}, but got {optimizer!r}; take one")
+    if optimizer == "function":
+        assume.names.append("optimizer function, priced as adamw")
     return StepCase(
         row=row,
         model=model,
@@ -167,7 +188,7 @@ def _make_case(row: Row) -> StepCase:
         attention=assume.take("attention", row.attention, "eager") if model.reads_tokens else "eager",
         recompute=assume.take("recompute", row.recompute, "none"),
         is_compiled=assume.take("is_compiled", row.is_compiled, False),
-        optimizer=assume.take("optimizer", row.optimizer, "adamw" if model.reads_tokens else "sgd"),
+        optimizer=optimizer,
         stack=row.stack or model.fixed.get("stack", ""),
         assumed=tuple(assume.names),
     )
@@ -196,6 +217,16 @@ def _find_hardware(row: Row, assume: _Assumptions) -> tuple[Device, str, Cluster
     cluster.check_size(row.num_ranks)
     on_host = min(row.num_ranks, cluster.paths.devices_per_host)
     return device.divide(on_host), given if isinstance(given, str) else device.generation, cluster
+
+
+def _check_heads(model: ModelShape, tensor: int) -> None:
+    """Refuse what training refuses: tensor ranks that do not divide heads and matrices, where those are known."""
+    for what, number in (model.divided or {}).items() if tensor > 1 else ():
+        if number % tensor and getattr(model, what, number) is not None:
+            raise SettingsError(
+                f"{what} must be a multiple of layout.tensor, but {number} = {tensor} x {number // tensor} + "
+                f"{number % tensor}; take another number of ranks"
+            )
 
 
 def _find_axes(row: Row, assume: _Assumptions) -> dict[str, int]:

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationError
 
 from paceline.errors import SettingsError
 from paceline.registry import explain
@@ -75,6 +75,22 @@ class Row(_RowPart):
     family: str | None = None
     """Publication of a shipped row; no answer depends on it."""
     measured: MeasuredRow | None = None
+    _refusal: str = PrivateAttr("")
+
+    @property
+    def refusal(self) -> str:
+        """Reason why it cannot be priced: a number or a name out of range; empty if there is none."""
+        return self._refusal
+
+    @classmethod
+    def refused(cls, row: Mapping[str, Any], reason: str) -> "Row":
+        """Return a row of which only the reason is kept."""
+        found = cls(id=row["id"], model={}, num_ranks=1)
+        found._refusal = reason
+        return found
+
+
+_OUT_OF_RANGE = {"greater_than", "greater_than_equal", "literal_error", "too_short", "too_long"}
 
 
 def read_rows(document: object, what: str, *, measured: bool) -> list[Row]:
@@ -94,7 +110,10 @@ def read_rows(document: object, what: str, *, measured: bool) -> list[Row]:
         raise SettingsError(f"version of {what} must be {VERSION}, but got {document['version']!r}; write that form")
     if not isinstance(document["rows"], Sequence) or isinstance(document["rows"], str):
         raise SettingsError(f"rows of {what} must be a list, but got {document['rows']!r}; write one")
-    rows = [read_row(row, f"row {number} of {what}") for number, row in enumerate(document["rows"])]
+    rows = [
+        read_row(row, f"row {number} of {what}", keeps_refused=not measured)
+        for number, row in enumerate(document["rows"])
+    ]
     for row in rows:
         if measured != (row.measured is not None):
             rule = "must have" if measured else "must not have"
@@ -102,8 +121,13 @@ def read_rows(document: object, what: str, *, measured: bool) -> list[Row]:
     return rows
 
 
-def read_row(row: object, what: str) -> Row:
+def read_row(row: object, what: str, *, keeps_refused: bool = False) -> Row:
     """Return a row, read strictly.
+
+    Args:
+        row: Parsed JSON.
+        what: Name of it, for messages.
+        keeps_refused: Whether one with a number or a name out of range is a row with that reason, not an error.
 
     Raises:
         SettingsError: A field is unknown or ill-typed.
@@ -113,4 +137,7 @@ def read_row(row: object, what: str) -> Row:
     try:
         return Row.model_validate(row)
     except ValidationError as error:
+        is_out_of_range = {one["type"] for one in error.errors()} <= _OUT_OF_RANGE
+        if keeps_refused and is_out_of_range and isinstance(row, Mapping) and isinstance(row.get("id"), str):
+            return Row.refused(row, explain(error))
         raise SettingsError(f"{what}: {explain(error)}") from error

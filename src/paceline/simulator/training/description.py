@@ -9,9 +9,11 @@ from paceline.simulator.training.exchanges import Axis, AxisGroup, Exchange
 from paceline.simulator.training.operators import Workload, WorkSlice
 from paceline.simulator.training.shapes import OWN_STACK, ModelShape
 
-OPTIMIZER_BYTES = {"adamw": 30.0, "adam": 30.0, "lamb": 54.0, "lars": 34.0, "sgd": 22.0, "momentum": 22.0}
+OPTIMIZER_BYTES = {
+    "adamw": 30.0, "adam": 30.0, "adamw_8bit": 18.0, "adafactor": 14.0, "lamb": 54.0, "lars": 34.0, "sgd": 22.0,
+    "momentum": 22.0, "function": 30.0,
+}  # fmt: skip
 """Bytes that an update reads and writes for each parameter of a rank, in mixed precision."""
-_UNKNOWN_OPTIMIZER_BYTES = 30.0
 
 
 @dataclass(frozen=True)
@@ -26,7 +28,7 @@ class Description:
         other_blocks: Share of all blocks in the other stages.
         other_heads: Whether one of those has the head.
         fill: Times that the other stages' micro-batch is waited for: the bubble.
-        launch_fill: Times that starting their kernels is: few of them are of gradients of weights.
+        launch_stretch: Times as often that starting their kernels is: few of them are of gradients of weights.
         stage_parameters: Parameters of a rank of the slowest stage, before the sharded axis divides them.
         exchanges: Exchanges of the rank.
         optimizer_bytes: Bytes that its optimizer moves.
@@ -40,7 +42,7 @@ class Description:
     other_blocks: float
     other_heads: float
     fill: float
-    launch_fill: float
+    launch_stretch: float
     stage_parameters: float
     exchanges: tuple[Exchange, ...]
     optimizer_bytes: float
@@ -53,7 +55,8 @@ def describe(case: StepCase) -> Description:
     blocks, heads = _find_slowest_stage(case)
     parameters = workload.block_parameters * blocks + _ends_parameters(workload, case, heads)
     owned = parameters / case.num_shards
-    per_parameter = OPTIMIZER_BYTES.get(case.optimizer, _UNKNOWN_OPTIMIZER_BYTES)
+    fill = _count_fill(case, splits_backward="zero_bubble" in case.order)
+    per_parameter = OPTIMIZER_BYTES[case.optimizer]
     return Description(
         case=case,
         workload=workload,
@@ -61,8 +64,8 @@ def describe(case: StepCase) -> Description:
         stage_heads=heads,
         other_blocks=1.0 - blocks,
         other_heads=1.0 - heads,
-        fill=_count_fill(case, splits_backward="zero_bubble" in case.order),
-        launch_fill=_count_fill(case, splits_backward=False),
+        fill=fill,
+        launch_stretch=_count_fill(case, splits_backward=False) / fill if fill else 1.0,
         stage_parameters=parameters,
         exchanges=tuple(_list_exchanges(case, workload, blocks, parameters)),
         optimizer_bytes=owned * per_parameter,

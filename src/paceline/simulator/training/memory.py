@@ -6,8 +6,11 @@ from paceline.simulator.training.case import StepCase
 from paceline.simulator.training.description import Description
 from paceline.simulator.training.operators import Workload
 
-OPTIMIZER_STATE_BYTES = {"adamw": 8.0, "adam": 8.0, "lamb": 8.0, "lars": 4.0, "sgd": 4.0, "momentum": 4.0}
-"""Bytes of an optimizer's state for each parameter; SGD with momentum."""
+OPTIMIZER_STATE_BYTES = {
+    "adamw": 8.0, "adam": 8.0, "adamw_8bit": 2.0, "adafactor": 0.0, "lamb": 8.0, "lars": 4.0, "sgd": 4.0,
+    "momentum": 4.0, "function": 8.0,
+}  # fmt: skip
+"""Bytes of an optimizer's state for each parameter; SGD with momentum, and Adafactor has next to none."""
 ALLOCATOR = 1.06
 """Memory that an allocator takes, over what is asked of it: 4-8 % (rounding, fragments)."""
 RUNTIME_BYTES = 2.2e9
@@ -87,7 +90,7 @@ def _count_in_flight(case: StepCase) -> float:
 
 def _state_bytes(case: StepCase) -> float:
     """Return the bytes of state for each parameter of a rank's stage and slice."""
-    optimizer = OPTIMIZER_STATE_BYTES.get(case.optimizer, 8.0)
+    optimizer = OPTIMIZER_STATE_BYTES[case.optimizer]
     shards = case.num_shards
     if case.precision in ("fp32", "tf32"):
         parameter, gradient, master = 4.0, 4.0, 0.0

@@ -57,16 +57,23 @@ class _Pricing:
         stage["pointwise"] = stage["pointwise"] + column["accumulate"] / self.bandwidth * (micro > 1)
         computing = sum(stage.values(), np.zeros(self.batch.num_steps))
         computing_of_others = sum(other.values(), np.zeros(self.batch.num_steps))
-        launch = self._launch_times(column["stage_blocks"], computing)
-        launch_of_others = self._launch_times(1 - column["stage_blocks"], computing_of_others)
+        share, share_of_others = column["stage_blocks"], (1 - column["stage_blocks"]) * column["launch_stretch"]
+        launch, idle = self._launch_times(share, computing)
+        launch_of_others, idle_of_others = self._launch_times(share_of_others, computing_of_others)
         busy = computing + launch  # what runs beside an exchange has this long
-        tensor_stage, tensor_other, hidden_tensor = self._tensor_times(stage["matrix"])
-        context = self._sum_exchanges(Axis.CONTEXT) * self.of("case_network") * column["stage_blocks"]
+        # Time in which kernels are started hides exchanges too: it takes the place of computing that is faster.
+        tensor_stage, hidden_tensor = self._tensor_times(share, stage["matrix"] + idle)
+        tensor_other, _ = self._tensor_times(1 - share, other["matrix"] + idle_of_others)
+        context = self._sum_exchanges(Axis.CONTEXT) * self.of("case_network") * share
         # A tenth of a ring's rounds is waited for even where attention takes longer.
-        exposed_context = np.maximum(context * 0.1, context - stage["attention"])
-        shard, exposed_shard = self._hide(Axis.SHARD, busy, "exposed_shard")
-        data, exposed_data = self._hide(Axis.DATA, busy * column["hides_data"], "exposed_data")
-        hidden = (shard - exposed_shard + context - exposed_context + hidden_tensor) * micro + data - exposed_data
+        exposed_context = np.maximum(context * 0.1, context - stage["attention"] - idle)
+        # What one exchange hides behind, another does not: else faster computing would uncover more than it saves.
+        hidden = hidden_tensor + context - exposed_context
+        shard, exposed_shard = self._hide(Axis.SHARD, np.maximum(0.0, busy - hidden), "exposed_shard")
+        hidden = hidden + shard - exposed_shard
+        free = np.maximum(0.0, busy - hidden) * column["hides_data"]
+        data, exposed_data = self._hide(Axis.DATA, free, "exposed_data")
+        hidden = hidden * micro + data - exposed_data
         send = self._sum_exchanges(Axis.PIPELINE) * self.of("case_network")
         terms = {
             **{name: seconds * micro for name, seconds in stage.items()},
@@ -74,7 +81,7 @@ class _Pricing:
             "tensor": tensor_stage * micro,
             "context": exposed_context * micro,
             "pipeline": send * (micro + column["stages"] - 1) * (column["stages"] > 1),
-            "bubble": (computing_of_others + tensor_other) * column["fill"] + launch_of_others * column["launch_fill"],
+            "bubble": (computing_of_others + launch_of_others + tensor_other) * column["fill"],
             "sharded": exposed_shard * micro,
             "data": exposed_data,
             "slowdown": hidden * self.of("slowdown"),
@@ -100,10 +107,11 @@ class _Pricing:
         share = self.of("memory") * self.by("memory", GENERATIONS, "generation")
         return self.column["memory"] * np.minimum(1.0, share)
 
-    def _launch_times(self, blocks: Floats, computing: Floats) -> Floats:
-        """Return the least time of each kernel, and the time by which starting them outlasts computing."""
+    def _launch_times(self, blocks: Floats, computing: Floats) -> tuple[Floats, Floats]:
+        """Return what kernels add to computing, and how much of it is waiting for them to be started."""
         kernels = self.column["kernels"] * blocks
-        return kernels * self.of("kernel") + np.maximum(0.0, kernels * self.of("launch") - computing)
+        idle = np.maximum(0.0, kernels * self.of("launch") - computing)
+        return kernels * self.of("kernel") + idle, idle
 
     def _sum_classes(self, seconds: Floats) -> dict[str, Floats]:
         found = {}
@@ -125,14 +133,12 @@ class _Pricing:
         chosen = self.batch.ex_axis == axis
         return _sum_by(self.batch.ex_step[chosen], self._exchange_times[chosen], self.batch.num_steps)
 
-    def _tensor_times(self, matrix: Floats) -> tuple[Floats, Floats, Floats]:
-        """Return the exchanges inside layers of a micro-batch: in the slowest stage, in the others, and hidden ones."""
-        tensor = self._sum_exchanges(Axis.TENSOR) * self.of("case_tensor")
-        share = self.column["stage_blocks"]
+    def _tensor_times(self, blocks: Floats, matrix: Floats) -> tuple[Floats, Floats]:
+        """Return the exchanges inside a share of all layers in a micro-batch that are waited for, and hidden ones."""
+        tensor = self._sum_exchanges(Axis.TENSOR) * self.of("case_tensor") * blocks
         can_hide = max(0.0, 1 - self.of("exposed_tensor")) * self.column["hides_tensor"]
-        hidden = np.minimum(tensor * share, matrix) * can_hide
-        exposed = tensor - hidden / share
-        return exposed * share, exposed * (1 - share), hidden
+        hidden = np.minimum(tensor, matrix) * can_hide
+        return tensor - hidden, hidden
 
     def _hide(self, axis: Axis, computing: Floats, exposed: str) -> tuple[Floats, Floats]:
         """Return an exchange and the part that is waited for: its first block's, or what outlasts computing."""
