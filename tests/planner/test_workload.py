@@ -160,7 +160,9 @@ def test_a_row_of_a_trace_is_priced_and_one_that_contradicts_it_is_refused(trace
     assert all(answer["error"] is None for answer in answers[:3])
     assert answers[0]["step_s"] < answers[2]["step_s"]
     assert answers[0]["memory_bytes"] > answers[2]["memory_bytes"]
-    for answer, words in zip(answers[3:], ("sample.tokens must be 64", "divide 4", "attention must be"), strict=True):
+    for answer, words in zip(
+        answers[3:], ("sample.tokens must be 64", "a multiple of layout.tensor", "attention must be"), strict=True
+    ):
         assert words in answer["error"]
 
 

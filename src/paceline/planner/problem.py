@@ -110,7 +110,7 @@ class PlanProblem:
                     "layout": LayoutRow(data=num_ranks, sharded=1, zero_stage=3, context=1, tensor=1, pipeline=1),
                     "pipeline": None,
                     "micro_batch": 1.0,
-                    "global_batch": float(self.global_batch),
+                    "global_batch": float(max(self.global_batch, num_ranks)),  # each candidate brings its own
                     "precision": precision,
                     "recompute": "none",
                 }
