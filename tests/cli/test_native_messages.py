@@ -1,10 +1,12 @@
-"""Torch's own messages: a lost process is told of in one line, and not in a native stack trace."""
+"""Messages of torch and Python: a lost process is told of in one line, a warning of ours is its sentence alone."""
 
 import os
+import warnings
 
 import pytest
 
 from paceline.cli import main
+from paceline.data import NoIndexWarning
 
 
 def test_torch_prints_errors_only(monkeypatch, capsys):
@@ -15,3 +17,12 @@ def test_torch_prints_errors_only(monkeypatch, capsys):
         main()
     assert os.environ["TORCH_CPP_LOG_LEVEL"] == "ERROR"
     assert "torch" in capsys.readouterr().out
+
+
+def test_a_warning_of_ours_shows_no_line_of_our_code(monkeypatch, capsys):
+    monkeypatch.setattr(warnings, "formatwarning", warnings.formatwarning)  # so that it is as before afterwards
+    monkeypatch.setattr("sys.argv", ["paceline", "--version"])
+    with pytest.raises(SystemExit):
+        main()
+    shown = [warnings.formatwarning("say so", one, "mine.py", 3, "x = 1") for one in (NoIndexWarning, UserWarning)]
+    assert shown == ["warning: NoIndexWarning: say so\n", "mine.py:3: UserWarning: say so\n  x = 1\n"]

@@ -123,6 +123,20 @@ def test_an_error_that_several_ranks_have_is_shown_once() -> None:
     assert len(shown) == 5
 
 
+def test_a_warning_that_several_ranks_have_is_shown_once() -> None:
+    shown = io.StringIO()
+    view = LiveView(Console(file=shown, width=100))
+    for step, rank, message in (
+        (-1, 0, "no index"),
+        (-1, 1, "no index"),
+        (5, 0, "slow"),
+        (9, 1, "slow"),
+        (9, 0, "slow"),
+    ):
+        view.show(make_record(Warned(message=message), step, rank=rank))
+    assert shown.getvalue().splitlines() == ["warning: no index", "warning: slow", "warning: slow"]
+
+
 def test_an_error_that_another_rank_quotes_is_told_once() -> None:
     full = Failed(error="StorageError", message="step-4 could not be written: the disk is full", traceback="")
     lost = Failed(

@@ -3,6 +3,7 @@
 import importlib.metadata
 import os
 import sys
+import warnings
 from typing import Annotated
 
 import typer
@@ -77,6 +78,18 @@ app.add_typer(checkpoint.commands, name="checkpoint")
 app.add_typer(data.commands, name="data")
 
 
+_format_with_line = warnings.formatwarning
+
+
+def _format_warning(
+    message: Warning | str, category: type[Warning], filename: str, lineno: int, line: str | None = None
+) -> str:
+    """Return a warning of Paceline's as its sentence alone; others with the line that they come from."""
+    if category.__module__.startswith("paceline."):
+        return f"warning: {category.__name__}: {message}\n"
+    return _format_with_line(message, category, filename, lineno, line)
+
+
 def main() -> None:
     """Run the command line; an error of Paceline's is one message, and bad input is exit code 2.
 
@@ -85,6 +98,7 @@ def main() -> None:
     # Torch, which is imported afterwards, would print native stack traces wherever another process is lost, and warn of
     # addresses without names, which hosts of a netlab have.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    warnings.formatwarning = _format_warning
     try:
         app()
     except Exception as error:

@@ -73,6 +73,8 @@ class LiveView:
         self._live: Live | None = None
         self._showcase: str | None = None
         self._failures = _Failures()
+        self._warned: set[tuple[str, int]] = set()
+        """Warnings that were shown, each with its step: every worker has its own of most."""
 
     def run(self, path: str | os.PathLike[str], stop: threading.Event, offset: int = 0) -> None:
         """Show the log at `path` from byte `offset` on as it grows, until `stop` is set."""
@@ -98,6 +100,10 @@ class LiveView:
         """Show one record."""
         event = record.event
         self._status.take(record)
+        if isinstance(event, Warned):
+            if (event.message, record.step) in self._warned:
+                return
+            self._warned.add((event.message, record.step))
         if isinstance(event, RunFinished | Failed | Preempted | BudgetSpent):
             self._drop_bar()
         if isinstance(event, Failed) and record.rank >= 0:
