@@ -72,6 +72,19 @@ def test_damage_is_an_exit_code(images, run_here):
     assert "unreadable samples: 1\n  sample 17: 00001/05: image must be a whole image, but got" in checked.stdout
 
 
+def test_files_of_the_format_that_the_index_does_not_name_are_an_exit_code(images, run_here):
+    run_here("data", "index", images)
+    (images / "notes.jsonl").write_text("{}\n")
+    with pytest.warns(UserWarning, match=r"are no part of its folder data; .*: notes\.jsonl$"):
+        checked = run_here("data", "check", images, "--processes", 1)
+    assert (checked.returncode, "changed" in checked.stdout) == (0, False), "it is of another format"
+    (images / "00001/late.png").write_bytes((images / "00001/05.png").read_bytes())
+    with pytest.warns(UserWarning, match="are no part of its folder data"):
+        checked = run_here("data", "check", images, "--processes", 1)
+    assert checked.returncode == 1
+    assert "changed since the index was made: 00001/late.png, which it does not name\n" in checked.stdout
+
+
 def test_text_in_lines_trains_a_language_model(tmp_path, run_here):
     (tmp_path / "data").mkdir()
     lines = [json.dumps({"text": f"line {number} of a short story"}) for number in range(30)]

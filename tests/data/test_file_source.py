@@ -343,6 +343,9 @@ def test_files_that_are_no_part_of_the_data_are_told(tmp_path):
         (tmp_path / "images" / f"{number}.tiff").write_bytes(b"II*")
     (warning,) = told(tmp_path / "images")
     assert "0.tiff, 1.tiff, 2.tiff and 2 more" in warning
+    write_shards(tmp_path / "split", "hf", [{"n": 1}], 1)
+    (tmp_path / "split" / "cache-1f.arrow").write_bytes(b"")
+    assert told(tmp_path / "split") == []
     (tmp_path / "tokens").mkdir()
     for name, size in (("a.bin", 100), ("b.bin", 20), ("c.bin", 0)):
         (tmp_path / "tokens" / name).write_bytes(bytes(size))

@@ -14,7 +14,7 @@ from paceline.data.formats import FORMATS, tfrecord
 from paceline.data.formats.columns import import_pyarrow
 from paceline.data.formats.crc32c import masked_crc32c
 from paceline.data.formats.index import write_index
-from paceline.data.formats.leaves import flatten
+from paceline.data.formats.leaves import flatten, nest
 from paceline.data.formats.mds import MDS
 from paceline.data.formats.opening import open_place
 from paceline.data.storage import LocalStorage
@@ -269,6 +269,9 @@ def test_leaves_of_one_name_are_refused(tmp_path):
         write_index(open_place(tmp_path), "auto")
     with pytest.raises(DataError, match="must hold a value or further leaves, but x holds both"):
         FORMATS["jsonl"]().write(LocalStorage(tmp_path), "s", [{"x": np.arange(2), "x.npy": b"z"}])
+    for sample in ({"x.y": 1, "x": 2}, {"x": 2, "x.y": 1}):
+        with pytest.raises(DataError, match="must hold a value or further leaves, but x holds both"):
+            nest(sample)
 
 
 @pytest.mark.parametrize("name", [*TREES, "text"])

@@ -50,7 +50,8 @@ def check(
 ) -> None:
     """Read every sample: sizes, lengths, classes, exact duplicates, and samples that cannot be read.
 
-    Files are compared with their index, if there is one. Exit code 1 if a sample cannot be read or a file has changed.
+    Files are compared with their index, if there is one. Exit code 1 if a sample cannot be read, a file has changed, or
+    one of the data's format has been added since.
     """
     from paceline.data.formats.check import check_data
     from paceline.data.formats.source import FileSource

@@ -23,8 +23,8 @@ class Padding(Settings):
 
     leaves: tuple[str, ...] = ()
     """Paths of the leaves that are padded, such as ids, or 0 for the first of a pair; the first one's length is that of
-    a sample. By default all tensors and arrays; those that are equally long in all samples stay as they are, but for
-    those as long as the first one. Named ones all get one length."""
+    a sample, and all get one length. By default all tensors, arrays and lists of numbers, but for those that are
+    equally long in all samples and not as long as the first one."""
     value: float = 0
     """Value of what is added."""
     label_value: float = -100
@@ -75,8 +75,8 @@ class Padding(Settings):
         found = [path for path, leaf in list_leaves(sample) if isinstance(leaf, Tensor | np.ndarray) and leaf.ndim]
         if not found:
             raise DataError(
-                f"samples that are padded must hold a tensor or an array with a length, but got {describe(sample)}; "
-                "return such from the data set"
+                "samples that are padded must hold a tensor or an array with a length, or a list of numbers, but got "
+                f"{describe(sample)}; return such from the data set"
             )
         return tuple(found)
 

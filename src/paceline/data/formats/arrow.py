@@ -96,7 +96,7 @@ class HuggingFace(Arrow):
                 f"a data set must be one split, but got {', '.join(sorted(folders))}; give the folder of one of them"
             )
         chosen = [file for file in super().choose(files) if file.path.rpartition("/")[0] in folders]
-        return [file for file in chosen if not file.path.rpartition("/")[2].startswith("cache-")]
+        return [file for file in chosen if not is_cache(file.path)]
 
     def list_named(self, storage: Storage, file: FileInfo) -> list[str] | None:
         """Return the paths of the Arrow files that a ``state.json`` names; None of another file."""
@@ -122,6 +122,12 @@ class HuggingFace(Arrow):
         }
         storage.write("state.json", json.dumps(state, indent=2).encode())
         storage.write("dataset_info.json", b"{}")
+
+
+def is_cache(path: str) -> bool:
+    """Return whether a file is one in which the datasets library keeps what `map` and the like returned."""
+    name = path.rpartition("/")[2]
+    return name.startswith("cache-") and name.endswith(".arrow")
 
 
 def _check_end(storage: Storage, file: FileInfo, end: int, num_batches: int | None) -> None:

@@ -36,7 +36,7 @@ class Found:
     unreadable: list[tuple[int, str]] = field(default_factory=list)
     """Index of each sample that cannot be read, and the reason."""
     changed: list[str] = field(default_factory=list)
-    """Blocks that are not what the index says."""
+    """Blocks that are not what the index says, and files that it does not name."""
 
     def add(self, other: "Found") -> None:
         """Add the facts of other samples."""
@@ -65,13 +65,13 @@ class Found:
 
     @property
     def is_sound(self) -> bool:
-        """Whether every sample could be read, and every block is what the index says."""
+        """Whether every sample could be read, and the files are what the index says."""
         return not self.unreadable and not self.changed
 
 
 def check_data(source: FileSource, num_processes: int = 1) -> Found:
     """Read all samples and files of a data set, images decoded, and return what is there."""
-    found = Found()
+    found = Found(changed=[f"{path}, which it does not name" for path in source.list_unindexed()])
     parts = range(0, len(source), _PART_SAMPLES)
     for part in map_in_processes(partial(_check_part, source), parts, num_processes):
         found.add(part)

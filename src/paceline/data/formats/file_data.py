@@ -170,12 +170,12 @@ def _read_label(value: Any, name: str) -> int:
         DataError: The label is no whole number, so that another class would be trained.
     """
     number = np.asarray(value)
-    if number.size != 1 or number.dtype.kind not in "biuf" or (label := int(number.item())) != number.item():
+    if number.size != 1 or number.dtype.kind not in "biuf" or not float(number.item()).is_integer():
         raise DataError(
             f"labels must be whole numbers, but leaf {name} is {value!r:.80}; give another leaf as --data.target, or "
             "number the classes by paceline data prepare --change"
         )
-    return label
+    return int(number.item())
 
 
 @dataclass(frozen=True)

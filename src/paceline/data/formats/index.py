@@ -10,6 +10,7 @@ from blake3 import blake3
 from numpy.typing import NDArray
 
 from paceline.data.formats import FORMATS, find_format
+from paceline.data.formats.arrow import is_cache
 from paceline.data.formats.base import Format, Scan, Stride
 from paceline.data.formats.leaves import KEY
 from paceline.data.formats.manifest import BLOCK_BYTES, DataManifest, FileRecord
@@ -195,7 +196,8 @@ def _list_ignored(files: Sequence[FileInfo], manifest: DataManifest, form: Forma
     if form.is_one_shard:
         endings.update(_IMAGES)
     used = {file.path for file in manifest.files}
-    return [file.path for file in files if file.path not in used and file.path.lower().endswith(tuple(endings))]
+    unused = [file.path for file in files if file.path not in used and not is_cache(file.path)]
+    return [path for path in unused if path.lower().endswith(tuple(endings))]
 
 
 def _choose(place: Place, files: Sequence[FileInfo], form: Format) -> list[FileInfo]:

@@ -76,7 +76,11 @@ def flatten(sample: Mapping[str, Any], prefix: str = "") -> Sample:
 
 
 def nest(sample: Sample) -> dict[str, Any]:
-    """Return nested mappings of leaves with dotted names."""
+    """Return nested mappings of leaves with dotted names.
+
+    Raises:
+        DataError: A name is that of a leaf and of a mapping, as `a` beside `a.b` is.
+    """
     if not any("." in name for name in sample):
         return sample
     tree: dict[str, Any] = {}
@@ -86,12 +90,16 @@ def nest(sample: Sample) -> dict[str, Any]:
         for part in path:
             inner = place.setdefault(part, {})
             if not isinstance(inner, dict):
-                raise DataError(
-                    f"a leaf must hold a value or further leaves, but {part} holds both; rename one of them"
-                )
+                raise _holds_both(part)
             place = inner
+        if last in place:
+            raise _holds_both(last)
         place[last] = value
     return tree
+
+
+def _holds_both(name: str) -> DataError:
+    return DataError(f"a leaf must hold a value or further leaves, but {name} holds both; rename one of them")
 
 
 def encode_leaves(sample: Sample) -> list[tuple[str, bytes]]:

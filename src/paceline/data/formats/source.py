@@ -203,6 +203,11 @@ class FileSource(Source):
         found = self._where.list_files(sorted(known))
         return [[file.path, file.num_bytes, file.version] for file in found if file.path in known]
 
+    def list_unindexed(self) -> list[str]:
+        """Return the paths of files of its format that its index does not name; none where there is no index."""
+        ending = self._found.form.suffixes if self.manifest.has_digests else ()
+        return [path for path in self._found.ignored if path.lower().endswith(ending)]
+
     def take_shards(self, num_shards: int) -> None:
         """Have the samples of the first files."""
         self._take(self._found, num_shards)
