@@ -102,5 +102,19 @@ def test_the_command_prints_both_ways_and_writes_json_and_a_picture(tmp_path, mo
 def test_a_recipe_goes_with_training_alone():
     result = CliRunner().invoke(app, ["simulate", "all-reduce", "transformer_lm"])
     assert "a recipe must be with training" in str(result.exception)
+    result = CliRunner().invoke(app, ["simulate", "ownership", "transformer_lm"])
+    assert "a recipe must be with training, but got transformer_lm with ownership" in str(result.exception)
     result = CliRunner().invoke(app, ["simulate", "training"])
     assert "--spec must be given where training has no recipe" in str(result.exception)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["failures", "--picture", "new.png"], "--picture must be with a collective or a recipe, but got failures"),
+        (["training", "--spec", "in.json", "--picture", "new.png"], "but got training without a recipe; leave it out"),
+        (["training", "--spec", "in.json", "--cluster", "dgx_h100"], "settings must be with a recipe, but got --clu"),
+    ],
+)
+def test_what_nobody_would_read_is_refused(arguments, message):
+    assert message in str(CliRunner().invoke(app, ["simulate", *arguments]).exception)

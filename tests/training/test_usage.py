@@ -6,13 +6,16 @@ import pytest
 import torch
 from pydantic import ValidationError
 
+from paceline.comm import LocalGroup
 from paceline.monitor import EventLog, ResourcesUsed, StepFinished, read_log, select, summarise
 from paceline.monitor.energy import NvmlMeter
 from paceline.monitor.energy.nvml import NvmlError
 from paceline.monitor.usage import describe_usage, sum_usage
 from paceline.planner.limits import describe_this_machine
 from paceline.topology import Host, Site, find_device
+from paceline.topology.tables import read_shipped
 from paceline.training import usage
+from paceline.training.budget import Budget, BudgetGuard, Spent
 from paceline.training.usage import LOG_INTERVAL_S, UsageMeter, find_meters
 from plain_functions import make_points_run, train_here
 
@@ -55,6 +58,27 @@ def test_increments_add_up_to_energy_carbon_and_money(clock):
     assert sum(event.money for event in taken) == pytest.approx(7.2 / 2)
     assert meter.read_total() == (3600.0, 250 * 3600.0, pytest.approx(3.6))
     assert taken[0].price == "7.2 usd an hour a host (as given)"
+
+
+def test_tables_are_read_when_a_run_starts_and_not_again(clock, tmp_path):
+    for name in ("prices", "grid", "pue"):
+        (tmp_path / f"{name}.csv").write_text(read_shipped(name))
+    site = Site(
+        instance="aws_p4d_24xlarge",
+        prices=str(tmp_path / "prices.csv"),
+        grid=str(tmp_path / "grid.csv"),
+        overheads=str(tmp_path / "pue.csv"),
+    )
+    meter, _ = make_meter(clock, site, share=1.0)
+    guard = BudgetGuard(Budget(money=40), site, Spent(), meter.read_total, lambda: clock.now_s)
+    guard.begin(0, LocalGroup())
+    for name in ("prices", "grid", "pue"):
+        (tmp_path / f"{name}.csv").unlink()
+    clock.now_s = 3600.0
+    event = meter.take()
+    assert (event.money, event.currency) == (pytest.approx(32.77), "usd")
+    assert event.carbon_kg == pytest.approx(0.25 * 0.475)
+    assert guard.check(1, 10, LocalGroup()).unit == "usd"
 
 
 def test_without_a_price_there_is_no_money_and_what_is_unknown_is_told(clock, tmp_path):

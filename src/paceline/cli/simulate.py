@@ -58,11 +58,15 @@ def simulate(
     from paceline.cli.overrides import parse_pairs
     from paceline.simulator.picture import draw_scaling
 
+    if collective != "training":
+        _refuse_training(collective, recipe, spec, calibrate, profile)
     if collective in STUDIES:
+        _refuse_unused(collective, picture)
         simulate_study(collective, context.args, json_file)
         return
     if collective == "training":
         if recipe is None:
+            _refuse_unused("training without a recipe", picture, context.args)
             simulate_training(spec, calibrate, json_file, profile)
             return
         if spec is not None:
@@ -73,12 +77,6 @@ def simulate(
         numbers = include_last(ranks, parse_ranks(ranks))
         simulate_scaling(recipe, parse_pairs(context.args), numbers, calibrate, picture, json_file, profile)
         return
-    if recipe is not None:
-        raise SettingsError(f"a recipe must be with training, but got {recipe} with {collective}; leave it out")
-    if spec is not None or calibrate is not None or profile is not None:
-        raise SettingsError(
-            f"--spec, --calibrate and --profile must be with training, but got {collective}; leave them out"
-        )
     _check_files(picture, json_file)
     scaling = _make_scaling(
         parse_pairs(context.args), collective, parse_ranks(ranks), num_bytes, compute_s, overlap, pace
@@ -96,6 +94,24 @@ def simulate(
     _print_tables(scaling, predictions, compared)
     for name, reason in refusals.items():
         typer.echo(f"{name} is skipped where it cannot run: {reason}")
+
+
+def _refuse_training(collective: str, recipe: str | None, *files: Path | None) -> None:
+    """Refuse what only training reads."""
+    if recipe is not None:
+        raise SettingsError(f"a recipe must be with training, but got {recipe} with {collective}; leave it out")
+    if any(file is not None for file in files):
+        raise SettingsError(
+            f"--spec, --calibrate and --profile must be with training, but got {collective}; leave them out"
+        )
+
+
+def _refuse_unused(what: str, picture: Path | None, settings: Sequence[str] = ()) -> None:
+    """Refuse a picture that nobody would draw, and settings that nobody would read."""
+    if picture is not None:
+        raise SettingsError(f"--picture must be with a collective or a recipe, but got {what}; leave it out")
+    if settings:
+        raise SettingsError(f"settings must be with a recipe, but got {settings[0]} for {what}; leave them out")
 
 
 def parse_ranks(text: str) -> tuple[int, ...]:

@@ -97,14 +97,12 @@ def _print(scaling: "RunScaling", title: str) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    from paceline.monitor.formatting import number
+    from paceline.monitor.formatting import duration
 
     console = Console()
     if not console.is_terminal:
         console.width = 160
-    typer.echo(
-        f"{title}: one rank alone takes T(1) = {format_time(scaling.alone_s)} for {scaling.num_samples:,} samples"
-    )
+    typer.echo(f"{title}: one rank alone takes T(1) = {duration(scaling.alone_s)} for {scaling.num_samples:,} samples")
     typer.echo("T(n) = T(1) / (n E(n)); in brackets 90 % intervals")
     for way, words in (("weak", "a worker keeps its samples"), ("strong", "the global batch stays")):
         points = [point for point in scaling.points if point.way == way]
@@ -115,7 +113,7 @@ def _print(scaling: "RunScaling", title: str) -> None:
             "ranks", "hosts", "batch", "a rank", "step, s", "", "E(n)", "", "T(n)", "most of it", "GB", box=None
         )
         for point in points:
-            table.add_row(*_cells(point, number))
+            table.add_row(*_cells(point))
         console.print(table, markup=False)
     for way in ("weak", "strong"):
         refused = {ranks: reason for (its, ranks), reason in scaling.refusals.items() if its == way}
@@ -134,7 +132,9 @@ def _print(scaling: "RunScaling", title: str) -> None:
     typer.echo(f"basis: {last.basis}; assumed: {', '.join(last.assumed[:_MOST_ASSUMED]) or 'nothing'}{more}")
 
 
-def _cells(point: "ScalingPoint", number: Any) -> tuple[str, ...]:
+def _cells(point: "ScalingPoint") -> tuple[str, ...]:
+    from paceline.monitor.formatting import duration, number
+
     step, low, high = point.step_s
     efficiency, least, most = point.efficiency
     return (
@@ -146,18 +146,10 @@ def _cells(point: "ScalingPoint", number: Any) -> tuple[str, ...]:
         f"({number(low)} to {number(high)})",
         f"{efficiency:.1%}",
         f"({least:.0%} to {most:.0%})",
-        format_time(point.time_s),
+        duration(point.time_s),
         point.bound,
         f"{point.memory_bytes[0] / 1e9:.1f}{'' if point.fits else '*'}",
     )
-
-
-def format_time(seconds: float) -> str:
-    """Return a time in the unit that suits it."""
-    for unit, length in (("d", 86400.0), ("h", 3600.0), ("min", 60.0)):
-        if seconds >= 2 * length:
-            return f"{seconds / length:.3g} {unit}"
-    return f"{seconds:.3g} s"
 
 
 def include_last(text: str, num_ranks: tuple[int, ...]) -> tuple[int, ...]:

@@ -40,6 +40,7 @@ from paceline.monitor.events import (
 )
 from paceline.monitor.formatting import describe, describe_failure, duration, number, one_line, printable, share
 from paceline.monitor.reader import follow
+from paceline.monitor.usage import J_PER_KWH
 
 _STYLES: dict[type[Event], str] = {
     RunStarted: "bold",
@@ -262,7 +263,7 @@ class _Status:
         if duration_s > 0:
             parts.append(f"{number(sum(step.num_samples for step in steps) / duration_s)} samples/s")
             parts.append(f"communication {share(sum(step.communication_s for step in steps) / duration_s)}")
-        parts += [f"{number(self._energy_j / 3.6e6)} kWh"] if self._energy_j else []
+        parts += [f"{number(self._energy_j / J_PER_KWH)} kWh"] if self._energy_j else []
         parts += [f"{number(self._money)} {self._currency}"] if self._money else []
         while len(parts) > 1 and len("   ".join(parts)) > width:
             parts.pop()

@@ -8,6 +8,7 @@ from paceline.monitor.formatting import duration, number
 from paceline.monitor.html_elements import section, table
 from paceline.monitor.reader import RunSummary
 
+# As in topology.site: logs are shown without importing devices and clusters.
 J_PER_KWH = 3.6e6
 
 

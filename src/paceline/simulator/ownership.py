@@ -110,8 +110,7 @@ class Ownership(Settings):
             raise SettingsError(
                 f"currency must be that of the price, {price.currency}, but got {self.currency}; change it"
             )
-        kind = "spot" if self.is_spot else "on demand"
-        about = f"{price.type} in {price.region}, {kind}, as of {price.as_of}"
+        about = price.describe_origin(is_spot=self.is_spot)
         return price.per_hour(is_spot=self.is_spot), about, price.warn_of_age()
 
     def _find_power(self) -> tuple[float, float]:

@@ -126,7 +126,8 @@ class BudgetGuard:
         read: Callable[[], tuple[float, float, float]],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._budget, self._site, self._before, self._read, self._clock = budget, site, before, read, clock
+        self._budget, self._before, self._read, self._clock = budget, before, read, clock
+        self._units = {name: find_unit(name, site) for name in budget.limits}
         self.next_step: int | None = None
         """Step after which all workers check next; None for never."""
         self._first = self._last = (0, clock(), before)
@@ -179,7 +180,7 @@ class BudgetGuard:
             for name, limit in self._budget.limits.items()
         }
         name = min(left, key=lambda each: left[each])
-        limit, unit = self._budget.limits[name], find_unit(name, self._site)
+        limit, unit = self._budget.limits[name], self._units[name]
         if left[name] < 1:
             return BudgetVerdict(reached=name, spent=spent.of(name), limit=limit, unit=unit)
         self.next_step = step + max(1, min(int(left[name] / 2), round(_CHECK_S / step_s)))
@@ -188,7 +189,7 @@ class BudgetGuard:
     def _list_warnings(self, step: int, num_steps: int, spent: Spent) -> list[str]:
         found = []
         for name, limit in self._budget.limits.items():
-            amount = f"{spent.of(name):.4g} of {limit:.4g} {find_unit(name, self._site)}"
+            amount = f"{spent.of(name):.4g} of {limit:.4g} {self._units[name]}"
             if name not in self._warned and spent.of(name) >= self._budget.warn_share * limit:
                 self._warned |= {name, f"{name} will end"}
                 found.append(

@@ -102,9 +102,12 @@ class UsageMeter:
         unknown: dict[str, str] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._site, self._meters, self._unknown, self._clock = site, meters, unknown or {}, clock
+        self._meters, self._unknown, self._clock = meters, unknown or {}, clock
         per_hour = site.host_per_hour
         self._money_per_s = None if per_hour is None else per_hour / 3600 * host_share
+        # A run reads its tables when it starts: what happens to these files later must not end it.
+        self._currency, self._price = "" if per_hour is None else site.used_currency, site.describe_price()
+        self._carbon_kg_per_j, self._carbon_by = site.carbon_kg(1.0), site.describe_carbon()
         self._began_s = self._logged_s = clock()
         self._logged_j = [0.0] * len(meters)
         self._log: tuple[EventLog, Callable[[], int]] | None = None
@@ -162,11 +165,11 @@ class UsageMeter:
             energy_j=energy_j,
             energy_of=energy_of,
             sources=sources,
-            carbon_kg=self._site.carbon_kg(energy_j),
-            carbon_by=self._site.describe_carbon() if sources else "",
+            carbon_kg=self._carbon_kg_per_j * energy_j,
+            carbon_by=self._carbon_by if sources else "",
             money=None if self._money_per_s is None else self._money_per_s * elapsed_s,
-            currency="" if self._money_per_s is None else self._site.used_currency,
-            price=self._site.describe_price(),
+            currency=self._currency,
+            price=self._price,
         )
 
     def read_total(self) -> tuple[float, float, float]:

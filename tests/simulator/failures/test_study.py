@@ -77,6 +77,8 @@ def test_spot_hosts_cost_less_and_a_deadline_costs_more():
     assert bound.on_demand_share > 0
     table = FailureStudy(instance="aws_p4d_24xlarge", preemptions=Exponential(mtbf_hours=60), **FEW)
     assert table.find_prices() == (32.77, 11.57, "usd")
+    given = FailureStudy(instance="aws_p4d_24xlarge", price_per_hour=10, spot_per_hour=3, currency="eur")
+    assert given.find_prices() == (10, 3, "eur")
 
 
 @pytest.mark.parametrize(
@@ -85,6 +87,10 @@ def test_spot_hosts_cost_less_and_a_deadline_costs_more():
         ({"mechanisms": ("tape",)}, "a mechanism must be a known name, but got 'tape'"),
         ({"deadline_hours": 20}, r"deadline_hours must be at least num_steps x step_s = 27.78 h, but got 20"),
         ({"instance": "nope"}, "an instance type with a price must be a known name, but got 'nope'"),
+        (
+            {"instance": "aws_p4d_24xlarge", "price_per_hour": 10, "currency": "eur"},
+            "currency must be that of the table, usd, where it has one of the two prices, but got eur",
+        ),
         ({"price_per_hour": -1}, "greater than or equal to 0"),
         ({"failures": "meteor"}, "failure process must be a known name, but got 'meteor'"),
         ({"failures": {"name": "weibull", "shape": 0}}, "greater than 0"),

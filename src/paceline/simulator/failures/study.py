@@ -73,7 +73,7 @@ class FailureStudy(Settings):
     spot_per_hour: float | None = Field(default=None, ge=0)
     """Price of a spot host for an hour, in place of the table's."""
     currency: str = "usd"
-    """Currency of the two."""
+    """Currency of these two; prices of the table have their own."""
     num_trials: int = Field(default=2000, ge=10, le=1_000_000)
     """Trials of the Monte Carlo simulation."""
     seed: int = Field(default=0, ge=0)
@@ -104,16 +104,25 @@ class FailureStudy(Settings):
         return self.num_steps * self.step_s
 
     def find_price(self) -> Price | None:
-        """Return the row of the price table; None without an instance type."""
-        return None if self.instance is None else find_price(read_prices(self.prices), self.instance, self.region)
+        """Return the row of the price table that is used; None without an instance type, or where both are given."""
+        if self.instance is None or None not in (self.price_per_hour, self.spot_per_hour):
+            return None
+        return find_price(read_prices(self.prices), self.instance, self.region)
 
     def find_prices(self) -> tuple[float | None, float | None, str]:
-        """Return the prices of an on-demand and of a spot host for an hour, and their currency."""
-        row = self.find_price()
-        on_demand = self.price_per_hour
-        spot = self.spot_per_hour
+        """Return the prices of an on-demand and of a spot host for an hour, and their currency.
+
+        Raises:
+            SettingsError: One of the two is given in another currency than the other's in the table.
+        """
+        row, on_demand, spot = self.find_price(), self.price_per_hour, self.spot_per_hour
         if row is None:
             return on_demand, spot, self.currency
+        if (on_demand, spot) != (None, None) and row.currency != self.currency:
+            raise SettingsError(
+                f"currency must be that of the table, {row.currency}, where it has one of the two prices, but got "
+                f"{self.currency}; change it, or give price_per_hour and spot_per_hour"
+            )
         on_demand = row.on_demand_per_hour if on_demand is None else on_demand
         return on_demand, row.spot_per_hour if spot is None else spot, row.currency
 

@@ -5,8 +5,7 @@ from pathlib import Path
 
 from pydantic import Field
 
-from paceline.errors import unknown_name
-from paceline.topology.tables.table import DatedRow, read_rows
+from paceline.topology.tables.table import DatedRow, find_row, read_rows
 
 
 class GridFactor(DatedRow):
@@ -55,10 +54,7 @@ def find_factor(factors: Sequence[GridFactor], zone: str) -> GridFactor:
     Raises:
         UnknownNameError: The table does not have it.
     """
-    found = {factor.zone: factor for factor in factors}
-    if zone not in found:
-        raise unknown_name("a grid's zone", zone, found)
-    return found[zone]
+    return find_row({factor.zone: factor for factor in factors}, zone, "a grid's zone")
 
 
 def find_overhead(overheads: Sequence[Overhead], place: str) -> Overhead:
@@ -67,7 +63,4 @@ def find_overhead(overheads: Sequence[Overhead], place: str) -> Overhead:
     Raises:
         UnknownNameError: The table does not have it.
     """
-    found = {overhead.place: overhead for overhead in overheads}
-    if place not in found:
-        raise unknown_name("a data centre's place", place, found)
-    return found[place]
+    return find_row({overhead.place: overhead for overhead in overheads}, place, "a data centre's place")

@@ -43,11 +43,14 @@ class Price(DatedRow):
             )
         return self.spot_per_hour
 
-    def describe(self, *, is_spot: bool, today: date | None = None) -> str:
-        """Return the price with its unit, kind, place and age: ``32.77 usd an hour a host (...)``."""
-        kind = "spot" if is_spot else "on demand"
-        about = f"{self.type} in {self.region}, {kind}, as of {self.as_of}"
-        return f"{self.per_hour(is_spot=is_spot):.4g} {self.currency} an hour a host ({about})"
+    def describe_origin(self, *, is_spot: bool) -> str:
+        """Return the kind, place and age of the price: ``aws_p5_48xlarge in us-east-1, spot, as of 2024-06-01``."""
+        return f"{self.type} in {self.region}, {'spot' if is_spot else 'on demand'}, as of {self.as_of}"
+
+    def describe(self, *, is_spot: bool) -> str:
+        """Return the price with its unit and origin: ``32.77 usd an hour a host (...)``."""
+        amount = f"{self.per_hour(is_spot=is_spot):.4g} {self.currency} an hour a host"
+        return f"{amount} ({self.describe_origin(is_spot=is_spot)})"
 
     def warn_of_age(self, today: date | None = None) -> str:
         """Return a sentence on a price that is old; empty for a recent one."""

@@ -2,7 +2,7 @@
 
 import csv
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import UTC, date, datetime
 from importlib.resources import files
 from pathlib import Path
@@ -10,7 +10,7 @@ from typing import TypeVar
 
 from pydantic import ValidationError
 
-from paceline.errors import SettingsError
+from paceline.errors import SettingsError, unknown_name
 from paceline.registry import Settings, explain
 
 TABLES = ("prices", "grid", "pue")
@@ -56,6 +56,17 @@ def read_rows(kind: type[R], name: str, path: str | Path | None) -> list[R]:
     except (OSError, UnicodeDecodeError) as error:
         raise SettingsError(f"{path} must be a CSV file that can be read, but got {error}; check the path") from error
     return _parse_rows(kind, text, str(path))
+
+
+def find_row(rows: Mapping[str, R], name: str, what: str) -> R:
+    """Return the row of a name.
+
+    Raises:
+        UnknownNameError: There is none; the message says `what` was looked for.
+    """
+    if name not in rows:
+        raise unknown_name(what, name, rows)
+    return rows[name]
 
 
 @functools.cache
