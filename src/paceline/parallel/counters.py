@@ -37,6 +37,12 @@ def find_counters(module: nn.Module, run: Callable[[], Any]) -> Numbers:
     return moved
 
 
+def set_numbers(numbers: Numbers) -> None:
+    """Give attributes and buffers their values, inside of `restored`; tensors are copied."""
+    for holder, key, value in numbers:
+        holder[key] = value.clone() if isinstance(value, Tensor) else value
+
+
 def _list_numbers(module: nn.Module) -> Numbers:
     """Return attributes that are numbers, and whole numbers that tensors of one element hold."""
     numbers: list[tuple[dict[str, Any], str, Any]] = []
