@@ -161,6 +161,15 @@ def test_a_start_that_does_not_answer_can_be_given_up(tmp_path, stopped):
         time.sleep(0.01)
 
 
+def test_a_start_waits_for_its_own_process_alone(monkeypatch, stopped):
+    waited = []
+    monkeypatch.setattr(workforce, "is_stopped", lambda _: False)  # it does not answer for another reason
+    monkeypatch.setattr(StartingProcess, "join", lambda process, within_s: waited.append(process))
+    stopped.start("w0.2", 0, epoch=1)
+    assert isinstance(stopped._running["w1"], StartingProcess)
+    assert waited == [stopped._running["w0.2"]], "many starts would hold up the launcher for long"
+
+
 @pytest.mark.slow
 def test_a_start_is_made_again_where_the_process_that_forks_is_killed(tmp_path, stopped):
     os.kill(stopped._server, signal.SIGKILL)

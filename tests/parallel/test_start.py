@@ -143,6 +143,9 @@ class Hiding(nn.Module):
         torch.manual_seed(seed)
         self.layers = [self.shown, {"more": (nn.Linear(2, 2), 3)}]
         self.layers.append(self.layers)
+        self.layers[1]["graph"] = nn.Module()
+        self.layers[1]["graph"].register_buffer("edges", torch.eye(3).to_sparse())
+        self.layers[1]["graph"].register_buffer("phases", torch.tensor([1j, 2.0]).conj())
 
 
 def test_what_is_registered_nowhere_must_be_the_same_on_every_rank() -> None:

@@ -158,11 +158,11 @@ def _train_here(
 
         code = launch(directory, file.num_processes, changes=ways, left=left, tell_end=tell_end, **losses)
         lock.release()
-    _tell_end(directory, code, leaving)
+    _report_end(directory, code, leaving)
     return code
 
 
-def _tell_end(directory: Path, code: int, leaving: Leaving) -> None:
+def _report_end(directory: Path, code: int, leaving: Leaving) -> None:
     """Write the report of a run that has ended, and say where everything is, and how to go on."""
     from paceline.cli.prepare import write_report
     from paceline.monitor.reader import last_traceback

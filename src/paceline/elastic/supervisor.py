@@ -138,7 +138,7 @@ class Supervisor:
         self._num_mails = 0
         self._known_hosts = set[str]()
         """Machines whose workers have made steps with those of others."""
-        self._judged = set[int]()
+        self._judged_epoch = -1
         """Epoch of the last connections that could not be opened, which all its workers tell of."""
         self._broken_s: float | None = None
         """Time at which the present epoch was found broken."""
@@ -335,8 +335,8 @@ class Supervisor:
             if view is not None and status.step > max(view.step, 0):
                 self._known_hosts |= {host_of(member) for member in view.names}
             self._feed(Voted(name, status.epoch, status.step, status.is_whole, lost, tuple(status.accused)))
-            if status.unreachable and status.epoch not in self._judged:
-                self._judged = {status.epoch}
+            if status.unreachable and status.epoch != self._judged_epoch:
+                self._judged_epoch = status.epoch
                 self._drop_unreachable([(one, other) for one, other in status.unreachable], lost)
 
     def _drop_unreachable(self, pairs: list[tuple[str, str]], reason: str) -> None:

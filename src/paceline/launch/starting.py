@@ -49,14 +49,17 @@ class StartingProcess:
         with contextlib.suppress(ProcessLookupError):
             os.kill(self._popen.pid, signal.SIGKILL)
 
-    def find(self, within_s: float = 0.0) -> BaseProcess | None:
+    def join(self, within_s: float) -> None:
+        """Wait until the process is there, or could not be started; `within_s` at most."""
+        self._thread.join(within_s)
+
+    def find(self) -> BaseProcess | None:
         """Return the process once it is there.
 
         Raises:
             OSError: The process could not be started.
             EOFError: The process that forks has ended.
         """
-        self._thread.join(within_s)
         if self._thread.is_alive():
             return None
         if self._error is not None:

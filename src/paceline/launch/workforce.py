@@ -94,19 +94,22 @@ class LocalWorkforce(Workforce):
         arguments = (environment, output, self._function, (self._directory, epoch, name))
         self._replace_server()
         make = partial(self._context.Process, target=_be_worker, args=arguments, name=name)
-        self._running[name], self._slots[name] = StartingProcess(make, self._server), slot
+        starting = StartingProcess(make, self._server)
+        self._running[name], self._slots[name] = starting, slot
         self.ended.exit_codes.pop(slot, None)
         self.ended.ended_here.discard(slot)
-        self._look_after_starts(0.0 if is_stopped(self._server) else _START_S)
+        if not is_stopped(self._server):
+            starting.join(_START_S)
+        self._look_after_starts()
 
-    def _look_after_starts(self, within_s: float = 0.0) -> bool:
+    def _look_after_starts(self) -> bool:
         """Take in processes that have started since, and return whether others have not."""
         is_starting = False
         for name, starting in list(self._running.items()):
             if not isinstance(starting, StartingProcess) or starting.exitcode is not None:
                 continue
             try:
-                process = starting.find(within_s)
+                process = starting.find()
             except (OSError, EOFError):
                 if starting.server == self._server and not self._replace_server(within_s=_SERVER_ENDS_S):
                     raise

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from paceline.comm.torch_group import is_lost_peer
 from paceline.data.batch import call, list_tensors, map_tensors
 from paceline.errors import PacelineError, SettingsError
-from paceline.parallel.counters import NUM_LATER, find_counters
+from paceline.parallel.counters import NUM_LATER, find_counters, set_numbers
 from paceline.parallel.mesh import Mesh
 from paceline.parallel.padding import NotingContext, hide_tokens
 from paceline.parallel.split_forward import (
@@ -79,8 +79,7 @@ class ContextCheck:
                 self._compare(one, when, trains=True)
             counters = find_counters(self._module, lambda: call(self._module, map_tensors(torch.clone, sample)))
             with restored(self._module):
-                for holder, key, value in counters:
-                    holder[key] = value
+                set_numbers(counters)
                 if counters and self._runs(sample):
                     self._compare(sample, f" after {NUM_LATER} steps")
         return MaskCheck(self._mesh, self._split, refusals) if refusals else None

@@ -32,9 +32,22 @@ def find_counters(module: nn.Module, run: Callable[[], Any]) -> Numbers:
         if type(now) is not type(value) or now == value:
             continue
         later = value + NUM_LATER * (now - value)
-        is_tensor = isinstance(holder[key], Tensor)
-        moved.append((holder, key, torch.full_like(holder[key], later) if is_tensor else later))
+        moved.append((holder, key, _fill(held, later) if isinstance(held := holder[key], Tensor) else later))
     return moved
+
+
+def set_numbers(numbers: Numbers) -> None:
+    """Give attributes and buffers their values, inside of `restored`; tensors are copied."""
+    for holder, key, value in numbers:
+        holder[key] = value.clone() if isinstance(value, Tensor) else value
+
+
+def _fill(like: Tensor, number: float) -> Tensor:
+    """Return a tensor like another one that holds a number, or the nearest to it of its dtype: many hold a flag."""
+    if like.dtype == torch.bool:
+        return torch.full_like(like, number > 0)
+    limits = torch.finfo(like.dtype) if like.is_floating_point() else torch.iinfo(like.dtype)
+    return torch.full_like(like, min(max(number, limits.min), limits.max))
 
 
 def _list_numbers(module: nn.Module) -> Numbers:

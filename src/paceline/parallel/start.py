@@ -123,8 +123,8 @@ def _walk(value: Any, place: str, known: set[int]) -> Iterator[tuple[str, Tensor
 
 
 def _hash(tensor: Tensor) -> str:
-    """Return a text of a tensor's values, or of its shape if it has none."""
-    if tensor.is_meta or isinstance(tensor, FakeTensor):
+    """Return a text of a tensor's values, or of its shape if it has none, or is sparse."""
+    if tensor.is_meta or isinstance(tensor, FakeTensor) or tensor.layout != torch.strided:
         return str(tuple(tensor.shape))
-    content = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+    content = tensor.detach().cpu().resolve_conj().contiguous().reshape(-1).view(torch.uint8).numpy()
     return xxhash.xxh3_64_hexdigest(content.tobytes())

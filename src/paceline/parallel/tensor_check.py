@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from paceline.comm.group import Group
 from paceline.data.batch import call, list_tensors, map_tensors
 from paceline.errors import SettingsError
-from paceline.parallel.counters import NUM_LATER, Numbers, find_counters
+from paceline.parallel.counters import NUM_LATER, Numbers, find_counters, set_numbers
 from paceline.parallel.local import local
 from paceline.parallel.model_shard import summed_gradient
 from paceline.parallel.tensor_plan import TensorPlan, place
@@ -191,8 +191,7 @@ class SplitCheck:
         outputs: list[Tensor] = []
         running = [] if calls is None else calls
         with restored(self._module), ExitStack() as stack:
-            for holder, key, value in numbers:
-                holder[key] = value.clone() if isinstance(value, Tensor) else value
+            set_numbers(numbers)
             for name, part in self._module.named_modules():
 
                 def enter(module: nn.Module, args: Any, name: str = name) -> None:

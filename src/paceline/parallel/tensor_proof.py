@@ -13,7 +13,7 @@ from torch.overrides import TorchFunctionMode
 
 from paceline.data.batch import call, list_tensors, map_tensors
 from paceline.errors import SettingsError
-from paceline.parallel.counters import NUM_LATER, Numbers, find_counters
+from paceline.parallel.counters import NUM_LATER, Numbers, find_counters, set_numbers
 from paceline.parallel.split_forward import names_of_calls
 from paceline.parallel.tensor_styles import COLUMNS, Style, is_linear, is_transposed, own_part
 from paceline.parallel.trial import CACHES, restored, training
@@ -291,8 +291,7 @@ def _run(
         return tuple(one if scale == 1.0 or not isinstance(one, Tensor) else one * scale for one in given)
 
     with restored(modules[pair.block]), ExitStack() as stack, torch.enable_grad():
-        for holder, key, value in numbers:
-            holder[key] = value.clone() if isinstance(value, Tensor) else value
+        set_numbers(numbers)
         stack.callback(modules[pair.rows].register_forward_hook(leave).remove)
         for name in pair.columns:
             stack.callback(modules[name].register_forward_pre_hook(detach).remove)
