@@ -10,7 +10,7 @@ from problems import make_machines, make_problem, posterior, price
 
 from paceline.errors import SettingsError
 from paceline.planner.choice import choose, find_ties
-from paceline.planner.explain import list_neighbours, list_what_ifs
+from paceline.planner.explain import WhatIf, describe_change, list_neighbours, list_what_ifs
 from paceline.planner.planning import describe_choice, describe_what_if, make_plan, to_document
 from paceline.planner.pool import MEMORY_HIGH, find_needs
 from paceline.simulator.training import answer_rows
@@ -147,3 +147,19 @@ def test_all_of_a_plan_is_in_its_document_and_in_words(problem):
     words = "\n".join([*describe_choice(planned), *(describe_what_if(x, planned.candidate) for x in planned.what_ifs)])
     assert "bound by" in words
     assert "twice the bandwidth between hosts: -" in words
+
+
+@pytest.mark.parametrize(
+    ("ratio", "words"), [(0.998, "no change"), (1.002, "no change"), (0.9, "-10%"), (1.5, "+50%"), (30.0, "30 times")]
+)
+def test_a_change_that_rounds_to_nothing_is_none(ratio, words):
+    assert describe_change(ratio) == words
+
+
+def test_what_a_change_would_bring_is_said_of_this_plan_and_of_another_only_if_that_is_something(choice):
+    chosen, other = (choice.pool.needs[one].candidate for one in (choice.index, choice.index - 1))
+    assert describe_what_if(WhatIf("more", 0.999, other, 1.001), chosen) == "more: no change"
+    assert describe_what_if(WhatIf("more", 0.9, chosen, 0.8), chosen) == "more: -10% with this plan"
+    assert describe_what_if(WhatIf("more", None, other, 0.8), chosen) == (
+        f"more: -20% from the best now to the best then ({other.describe()})"
+    )

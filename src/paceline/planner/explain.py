@@ -23,6 +23,7 @@ CHANGES: dict[str, dict[str, float]] = {
     "twice the bandwidth of devices' memory": {"memory": 2.0},
 }
 """Changes of machines, as factors on columns of `StepBatch`."""
+NO_CHANGE = "no change"
 _WORDS = {
     "matrix": "matrix products", "attention": "attention", "pointwise": "operators that move bytes", "loss": "the loss",
     "launch": "starting kernels", "tensor": "exchanges of tensor ranks", "context": "exchanges of context ranks",
@@ -36,6 +37,14 @@ _WORDS = {
 def describe_term(name: str) -> str:
     """Return a term of a step in words; those of a profile are words."""
     return _WORDS.get(name, name)
+
+
+def describe_change(ratio: float) -> str:
+    """Return a ratio of a number to what it was as ``-12%``, ``no change`` or ``30 times``."""
+    if abs(ratio - 1) >= 10:
+        return f"{ratio:.3g} times"
+    words = f"{ratio - 1:+.0%}"
+    return NO_CHANGE if words in ("+0%", "-0%") else words
 
 
 @dataclass(frozen=True)
@@ -140,17 +149,21 @@ def _judge(choice: Choice, priced: list[tuple[str, Needs]]) -> list[Neighbour]:
         longer = aside.terms[number] - aside.terms[0]
         term = TERMS[int(np.argmax(longer))]
         if abs(log(ratio)) <= half:
-            verdict, reason = "tie", f"{_percent(ratio)}, which is less than is known (± {expm1(half):.0%}): a tie"
+            verdict, reason = "tie", f"{describe_change(ratio)}, known to ± {expm1(half):.0%}: a tie"
             if choice.by != "step_s":
                 reason += f"; {_compare_objective(choice.by, objectives, number)}"
         elif ratio > 1:
             verdict = "slower"
             reason = (
-                f"{_percent(ratio)} ({_percent(ratio * exp(-half))} to {_percent(ratio * exp(half))}), most by "
+                f"{describe_change(ratio)} ({describe_change(ratio * exp(-half))} to "
+                f"{describe_change(ratio * exp(half))}), most by "
                 f"{_WORDS[term]} (+{float(longer.max()):.3g} s)"
             )
         else:
-            verdict, reason = "other", f"{_percent(ratio)}, but {_compare_objective(choice.by, objectives, number)}"
+            verdict, reason = (
+                "other",
+                f"{describe_change(ratio)}, but {_compare_objective(choice.by, objectives, number)}",
+            )
         found.append(Neighbour(needs.candidate, change, verdict, reason, ratio, term if ratio > 1 else ""))
     return sorted(found, key=lambda one: one.ratio or 0.0)
 
@@ -158,11 +171,7 @@ def _judge(choice: Choice, priced: list[tuple[str, Needs]]) -> list[Neighbour]:
 def _compare_objective(by: str, objectives: "np.ndarray[Any, np.dtype[np.float64]]", number: int) -> str:
     column = ("step_s", "money", "energy_j", "memory_bytes").index(by)
     word = {"step_s": "time", "money": "money", "energy_j": "energy", "memory_bytes": "memory"}[by]
-    return f"{_percent(float(objectives[number, column] / max(objectives[0, column], 1e-300)))} of {word}"
-
-
-def _percent(ratio: float) -> str:
-    return f"{ratio - 1:+.0%}" if abs(ratio - 1) < 10 else f"{ratio:.3g} times"
+    return f"{describe_change(float(objectives[number, column] / max(objectives[0, column], 1e-300)))} of {word}"
 
 
 def _explain_memory(needs: Needs) -> str:

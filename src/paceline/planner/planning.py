@@ -9,7 +9,15 @@ from typing import Any
 from paceline.errors import SettingsError
 from paceline.planner.candidate import Candidate
 from paceline.planner.choice import Choice, choose
-from paceline.planner.explain import Neighbour, WhatIf, describe_term, list_neighbours, list_what_ifs
+from paceline.planner.explain import (
+    NO_CHANGE,
+    Neighbour,
+    WhatIf,
+    describe_change,
+    describe_term,
+    list_neighbours,
+    list_what_ifs,
+)
 from paceline.planner.plan_file import Plan, PlannedMachines
 from paceline.planner.pool import MEMORY_HIGH, Pool, make_pool
 from paceline.planner.problem import PlanProblem
@@ -294,8 +302,9 @@ def _hours(seconds: float) -> str:
 
 def describe_what_if(one: WhatIf, chosen: Candidate) -> str:
     """Return a change of the machines in words."""
-    same = "" if one.same_ratio is None else f"{one.same_ratio - 1:+.0%} with this plan"
-    if one.best == chosen:
-        return f"{one.change}: {same or 'no change'}"
-    best = f"{one.best_ratio - 1:+.0%} with the best then ({one.best.describe()})"
-    return f"{one.change}: {'; '.join(filter(None, (same, best)))}"
+    parts = []
+    if one.same_ratio is not None and (same := describe_change(one.same_ratio)) != NO_CHANGE:
+        parts.append(f"{same} with this plan")
+    if one.best != chosen and (best := describe_change(one.best_ratio)) != NO_CHANGE:
+        parts.append(f"{best} from the best now to the best then ({one.best.describe()})")
+    return f"{one.change}: {'; '.join(parts) or NO_CHANGE}"
