@@ -128,6 +128,10 @@ def test_candidates_that_training_turns_out_to_refuse_are_neither_chosen_nor_sho
     assert not any(axis in one.division.axes for one in shown)
     assert second.candidate in shown
     assert second.refused
+    assert not any(axis in one.best.division.axes for one in second.what_ifs)
+    beside = [one for one in second.neighbours if one.candidate in second.refused]
+    assert beside
+    assert {(one.verdict, one.reason) for one in beside} == {("refused", "training refuses it: no")}
     with pytest.raises(SettingsError, match="refuses"):
         make_plan(problem, posterior(), lambda _: "no")
 

@@ -36,6 +36,7 @@ class Choice:
         front: Indices of those that no other beats in everything, among those that keep the limits; fastest first.
         ties: Indices of those whose time differs from the choice's by less than is known.
         by: Objective that it is best in.
+        refused: Candidates that only the model itself showed to be refused, each with the reason.
     """
 
     pool: Pool
@@ -46,6 +47,7 @@ class Choice:
     front: tuple[int, ...]
     ties: tuple[int, ...]
     by: str
+    refused: Mapping[Candidate, str]
 
     @property
     def needs(self) -> Needs:
@@ -97,7 +99,7 @@ def choose(pool: Pool, least: Needs | None, refused: Mapping[Candidate, str] = M
     ties = tuple(one for one in find_ties(pool, index, near) if one != index)
     best = int(kept[int(np.argmin(objectives[kept, OBJECTIVES.index(by)]))])
     is_unsure = bool(find_ties(pool, index, [best]))
-    return Choice(pool, objectives, index, best, is_unsure, tuple(ordered), ties, by)
+    return Choice(pool, objectives, index, best, is_unsure, tuple(ordered), ties, by, refused)
 
 
 def _find_plainest(pool: Pool, primary: Floats, kept: Integers) -> int:

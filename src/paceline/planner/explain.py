@@ -88,21 +88,22 @@ class WhatIf:
 def list_what_ifs(choice: Choice) -> list[WhatIf]:
     """Return what changes of machines would bring, the greatest gain first."""
     pool, step_s = choice.pool, choice.pool.step_s
-    is_open = pool.fits & (_machines_of(pool) == choice.needs.candidate.machines)
-    now, least = float(step_s[choice.index]), float(step_s[is_open].min())
+    is_open = np.array([_is_open(choice, one.candidate) for one in pool.needs], dtype=bool)
+    now, least = float(step_s[choice.index]), float(step_s[is_open & pool.fits].min())
     found = []
     for change, factors in CHANGES.items():
         then = pool.with_columns(factors).step_s
-        found.append(_compare(pool, change, then, is_open, least, float(then[choice.index]) / now))
+        found.append(_compare(pool, change, then, is_open & pool.fits, least, float(then[choice.index]) / now))
     larger = choice.needs.available_bytes * (MORE_MEMORY - 1)
     more = np.array([one.memory_bytes * MEMORY_HIGH <= one.available_bytes * MORE_MEMORY for one in pool.needs])
-    more &= _machines_of(pool) == choice.needs.candidate.machines
-    found.append(_compare(pool, f"{larger / 1e9:.3g} GB more memory on each device", step_s, more, least, None))
+    words = f"{larger / 1e9:.3g} GB more memory on each device"
+    found.append(_compare(pool, words, step_s, is_open & more, least, None))
     return sorted(found, key=lambda one: one.best_ratio)
 
 
-def _machines_of(pool: Pool) -> "np.ndarray[tuple[int], np.dtype[np.int64]]":
-    return np.array([one.candidate.machines for one in pool.needs], dtype=np.int64)
+def _is_open(choice: Choice, candidate: Candidate) -> bool:
+    """Return whether a candidate is one of the chosen machines, and training has not turned out to refuse it."""
+    return candidate.machines == choice.needs.candidate.machines and candidate not in choice.refused
 
 
 def _compare(
@@ -125,8 +126,7 @@ def list_neighbours(choice: Choice) -> list[Neighbour]:
     found: list[Neighbour] = []
     priced: list[tuple[str, Needs]] = []
     for change, candidate in _list_steps_aside(chosen.candidate, len(pool.problem.machines)):
-        refusal = legality.find_refusal(candidate)
-        if refusal:
+        if refusal := legality.find_refusal(candidate) or choice.refused.get(candidate):
             found.append(Neighbour(candidate, change, "refused", f"training refuses it: {refusal}"))
             continue
         needs = find_needs(pool.problem, candidate)
