@@ -58,6 +58,21 @@ def test_neighbours_have_the_verdict_that_their_own_row_gives():
 VERDICTS = ("slower", "tie", "memory", "refused", "other")
 
 
+def test_a_faster_neighbour_that_exceeds_a_limit_says_which_and_by_how_much():
+    machines = make_machines(price=20.0), make_machines("dgx1", price=1.0)
+    cheapest = choose(*price(make_problem(*machines, num_steps=1000, within_s=1e6)))
+    budget = 1100 * cheapest.objectives[cheapest.index, 1]
+    choice = choose(*price(make_problem(*machines, num_steps=1000, budget=budget)))
+    assert choice.needs.candidate.machines == 1
+    (other,) = (one for one in list_neighbours(choice) if one.change == "other machines")
+    pool, candidates = choice.pool, [one.candidate for one in choice.pool.needs]
+    spent = 1000 * choice.objectives[candidates.index(other.candidate), 1]
+    assert spent > budget
+    assert other.verdict == "other"
+    assert other.ratio < pool.step_s[choice.best] / pool.step_s[choice.index]
+    assert other.reason == f"{other.ratio - 1:+.0%}; it takes {spent / budget:.3g} times the money that is allowed"
+
+
 def test_no_change_for_the_better_makes_a_plan_slower_and_the_best_is_no_slower_than_the_same(choice):
     changes = list_what_ifs(choice)
     assert [one.best_ratio for one in changes] == sorted(one.best_ratio for one in changes)

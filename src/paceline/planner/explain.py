@@ -9,8 +9,8 @@ import numpy as np
 
 from paceline.parallel.pipeline.orders import OrderName
 from paceline.planner.candidate import Candidate
-from paceline.planner.choice import Choice
-from paceline.planner.pool import MEMORY_HIGH, MORE_MEMORY, Needs, Pool, find_needs, price_needs
+from paceline.planner.choice import Choice, describe_excess
+from paceline.planner.pool import MEMORY_HIGH, MORE_MEMORY, OBJECTIVES, Needs, Pool, find_needs, price_needs
 from paceline.planner.space import Legality
 from paceline.simulator.training.answers import QUANTILE
 from paceline.simulator.training.memory import estimate_memory
@@ -160,18 +160,19 @@ def _judge(choice: Choice, priced: list[tuple[str, Needs]]) -> list[Neighbour]:
                 f"{_WORDS[term]} (+{float(longer.max()):.3g} s)"
             )
         else:
-            verdict, reason = (
-                "other",
-                f"{describe_change(ratio)}, but {_compare_objective(choice.by, objectives, number)}",
-            )
+            verdict, reason = "other", describe_change(ratio)
+            if choice.by != "step_s":
+                reason += f", but {_compare_objective(choice.by, objectives, number)}"
+        if excess := describe_excess(choice.pool.problem, objectives[number]):
+            reason += f"; it takes {excess}"
         found.append(Neighbour(needs.candidate, change, verdict, reason, ratio, term if ratio > 1 else ""))
     return sorted(found, key=lambda one: one.ratio or 0.0)
 
 
 def _compare_objective(by: str, objectives: "np.ndarray[Any, np.dtype[np.float64]]", number: int) -> str:
-    column = ("step_s", "money", "energy_j", "memory_bytes").index(by)
-    word = {"step_s": "time", "money": "money", "energy_j": "energy", "memory_bytes": "memory"}[by]
-    return f"{describe_change(float(objectives[number, column] / max(objectives[0, column], 1e-300)))} of {word}"
+    column = tuple(OBJECTIVES).index(by)
+    ratio = float(objectives[number, column] / max(objectives[0, column], 1e-300))
+    return f"{describe_change(ratio)} of {OBJECTIVES[by]}"
 
 
 def _explain_memory(needs: Needs) -> str:
