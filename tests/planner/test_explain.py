@@ -139,12 +139,12 @@ def test_candidates_that_training_turns_out_to_refuse_are_neither_chosen_nor_sho
     first = make_plan(problem, posterior())
     (axis, *_) = first.candidate.division.axes
     second = make_plan(problem, posterior(), lambda one: "no" if axis in one.division.axes else "")
-    shown = [second.choice.pool.needs[one].candidate for one in second.shown()]
+    shown = [second.choice.pool.needs[one].candidate for one in second.choice.shown]
     assert not any(axis in one.division.axes for one in shown)
     assert second.candidate in shown
-    assert second.refused
+    assert second.choice.refused
     assert not any(axis in one.best.division.axes for one in second.what_ifs)
-    beside = [one for one in second.neighbours if one.candidate in second.refused]
+    beside = [one for one in second.neighbours if one.candidate in second.choice.refused]
     assert beside
     assert {(one.verdict, one.reason) for one in beside} == {("refused", "training refuses it: no")}
     with pytest.raises(SettingsError, match="refuses"):

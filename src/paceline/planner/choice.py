@@ -22,6 +22,8 @@ _SAME = 1.0005
 """Ratio below which a difference is not worth a number."""
 _MOST_TIES = 20
 """Candidates that are nearest to the choice, which are compared with it."""
+_MOST_SHOWN = 12
+"""Candidates of the front that are shown; the document has all."""
 
 
 @dataclass(frozen=True)
@@ -49,6 +51,15 @@ class Choice:
     ties: tuple[int, ...]
     by: str
     refused: Mapping[Candidate, str]
+
+    @property
+    def shown(self) -> list[int]:
+        """Indices of the front to show: the choice if it is one, the best in each thing, others; fastest first."""
+        own = [self.index] if self.index in self.front else []
+        wanted = [*own, *(min(self.front, key=lambda one: self.objectives[one, column]) for column in range(4))]
+        spaced = self.front[:: max(1, len(self.front) // _MOST_SHOWN)]
+        chosen = list(dict.fromkeys([*wanted, *spaced]))[:_MOST_SHOWN]
+        return sorted(chosen, key=lambda one: float(self.objectives[one, 0]))
 
     @property
     def needs(self) -> Needs:

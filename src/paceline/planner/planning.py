@@ -30,8 +30,6 @@ from paceline.training.forecast import Forecast
 
 Trial = Callable[[Candidate], str]
 """Function that returns why training refuses a candidate, as only the model itself shows; empty if it does not."""
-MOST_SHOWN = 12
-"""Candidates of the front that are shown; the document has all."""
 _MOST_TRIALS = 200
 
 
@@ -47,7 +45,6 @@ class Planned:
         what_ifs: Gains by changes of the machines.
         neighbours: Candidates that differ from it in one thing.
         num_pruned: Candidates that do not fit by far.
-        refused: Candidates that only the model itself showed to be refused, each with the reason.
         took_s: Seconds that planning took.
     """
 
@@ -58,22 +55,12 @@ class Planned:
     what_ifs: tuple[WhatIf, ...]
     neighbours: tuple[Neighbour, ...]
     num_pruned: int
-    refused: dict[Candidate, str]
     took_s: float
 
     @property
     def candidate(self) -> Candidate:
         """The chosen candidate."""
         return self.choice.needs.candidate
-
-    def shown(self) -> list[int]:
-        """Return the candidates of the front to show: the choice if it is one, the best in each thing, others."""
-        objectives, front = self.choice.objectives, self.choice.front
-        own = [self.choice.index] if self.choice.index in front else []
-        wanted = [*own, *(min(front, key=lambda one: objectives[one, column]) for column in range(4))]
-        spaced = front[:: max(1, len(front) // MOST_SHOWN)]
-        chosen = list(dict.fromkeys([*wanted, *spaced]))[:MOST_SHOWN]
-        return sorted(chosen, key=lambda one: float(objectives[one, 0]))
 
 
 def make_plan(
@@ -97,8 +84,7 @@ def make_plan(
     tried: set[Candidate] = set()
     while True:
         choice = choose(pool, least, refused)
-        planned = Planned(problem, space, choice, {}, (), (), len(space.candidates) - len(pool.needs), refused, 0.0)
-        shown = [pool.needs[one].candidate for one in dict.fromkeys([choice.index, choice.best, *planned.shown()])]
+        shown = [pool.needs[one].candidate for one in dict.fromkeys([choice.index, choice.best, *choice.shown])]
         new = [candidate for candidate in shown if candidate not in tried]
         if not new:
             break
@@ -121,7 +107,6 @@ def make_plan(
         tuple(list_what_ifs(choice)),
         tuple(list_neighbours(choice)),
         len(space.candidates) - len(pool.needs),
-        refused,
         time.perf_counter() - began_s,
     )
 
@@ -191,7 +176,7 @@ def to_document(planned: Planned) -> dict[str, Any]:
         ],
         "searched": {
             "candidates": len(planned.space.candidates),
-            "refused": planned.space.num_refused + len(planned.refused),
+            "refused": planned.space.num_refused + len(planned.choice.refused),
             "pruned_by_memory": planned.num_pruned,
             "left_out": planned.space.left_out or None,
             "took_s": planned.took_s,
