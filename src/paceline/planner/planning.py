@@ -19,7 +19,7 @@ from paceline.planner.explain import (
     list_what_ifs,
 )
 from paceline.planner.plan_file import Plan, PlannedMachines
-from paceline.planner.pool import MEMORY_HIGH, Pool, make_pool
+from paceline.planner.pool import Pool, make_pool
 from paceline.planner.problem import PlanProblem
 from paceline.planner.space import Space, make_space
 from paceline.simulator.training.answers import answer_described
@@ -144,8 +144,6 @@ def to_document(planned: Planned) -> dict[str, Any]:
             "answer": planned.answer,
         },
         "by": choice.by,
-        "better": choice.describe_better() or None,
-        "ties": [choice.pool.needs[one].candidate.describe() for one in choice.ties],
         "front": [
             {
                 **_describe(planned, one),
@@ -154,6 +152,23 @@ def to_document(planned: Planned) -> dict[str, Any]:
             }
             for one, spread in zip(choice.front, spreads.tolist(), strict=True)
         ],
+        **_give_reasons(planned),
+        "searched": {
+            "candidates": len(planned.space.candidates),
+            "refused": planned.space.num_refused + len(choice.refused),
+            "pruned_by_memory": planned.num_pruned,
+            "left_out": planned.space.left_out or None,
+            "took_s": planned.took_s,
+        },
+    }
+
+
+def _give_reasons(planned: Planned) -> dict[str, Any]:
+    """Return why the choice is the choice, as JSON."""
+    choice = planned.choice
+    return {
+        "better": choice.describe_better() or None,
+        "ties": [choice.pool.needs[one].candidate.describe() for one in choice.ties],
         "what_if": [
             {
                 "change": one.change,
@@ -174,13 +189,6 @@ def to_document(planned: Planned) -> dict[str, Any]:
             }
             for one in planned.neighbours
         ],
-        "searched": {
-            "candidates": len(planned.space.candidates),
-            "refused": planned.space.num_refused + len(planned.choice.refused),
-            "pruned_by_memory": planned.num_pruned,
-            "left_out": planned.space.left_out or None,
-            "took_s": planned.took_s,
-        },
     }
 
 
@@ -208,8 +216,6 @@ def to_plan(planned: Planned, recipe: str | None, digest: str) -> Plan:
     machines = planned.problem.machines[candidate.machines]
     num_ranks, num_hosts = candidate.division.num_ranks, planned.choice.needs.description.case.num_hosts
     words = f"{num_ranks} rank{'s' * (num_ranks > 1)} of {machines.name}"
-    if any(answer[name] is None for name in ("step_s", "memory_bytes", "energy_j")):
-        raise SettingsError(f"a plan must have a price, but its step has none: {answer['error']}")
     return Plan(
         recipe=recipe,
         fingerprint=digest,
@@ -218,11 +224,7 @@ def to_plan(planned: Planned, recipe: str | None, digest: str) -> Plan:
         machines=PlannedMachines(name=machines.name, num_ranks=num_ranks, num_hosts=num_hosts, words=words),
         predicted=Forecast(**{name: answer[name] for name in Forecast.model_fields}),
         words=candidate.describe(),
-        why={
-            key: value
-            for key, value in to_document(planned).items()
-            if key in ("what_if", "neighbours", "ties", "better")
-        },
+        why=_give_reasons(planned),
     )
 
 
@@ -237,7 +239,7 @@ def describe_choice(planned: Planned) -> list[str]:
         f"plan: {planned.candidate.describe()} on {machines.name}",
         f"step: {step_s:.4g} s ({answer['step_s_low']:.4g} to {answer['step_s_high']:.4g}), "
         f"{planned.problem.global_batch / step_s:.4g} samples/s; {_energy(answer['energy_j'])}",
-        f"memory of a rank: {memory_bytes / 1e9:.3g} GB (up to {memory_bytes * MEMORY_HIGH / 1e9:.3g}) of "
+        f"memory of a rank: {memory_bytes / 1e9:.3g} GB (up to {answer['memory_bytes_high'] / 1e9:.3g}) of "
         f"{available / 1e9:.3g} GB",
         f"bound by {describe_term(bound)}, {terms[bound] / step_s:.0%} of the step; then "
         + ", ".join(f"{describe_term(name)} {seconds / step_s:.0%}" for name, seconds in ordered[1:4]),
