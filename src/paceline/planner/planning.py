@@ -7,6 +7,7 @@ from math import exp
 from typing import Any
 
 from paceline.errors import SettingsError
+from paceline.monitor.formatting import duration
 from paceline.planner.candidate import Candidate
 from paceline.planner.choice import Choice, choose
 from paceline.planner.explain import (
@@ -261,7 +262,7 @@ def describe_choice(planned: Planned) -> list[str]:
 
 def _describe_run(planned: Planned, num_steps: int) -> str:
     step_s, high, energy_j = (planned.answer[name] * num_steps for name in ("step_s", "step_s_high", "energy_j"))
-    words = f"run of {num_steps:,} steps: {_hours(step_s)} (up to {_hours(high)})"
+    words = f"run of {num_steps:,} steps: {duration(step_s)} (up to {duration(high)})"
     if energy_j:
         words += f", {energy_j / 3.6e6:.4g} kWh, {planned.problem.site.carbon_kg(energy_j):.3g} kgCO2e"
     if planned.problem.has_prices:
@@ -269,22 +270,12 @@ def _describe_run(planned: Planned, num_steps: int) -> str:
         words += f", {money / predicted_s * step_s:,.4g} in {planned.problem.currency}"
     within_s = planned.problem.limits.within_s
     if within_s is not None and high > within_s:
-        words += f"; the upper end of its interval is beyond the {_hours(within_s)} that are allowed"
+        words += f"; the upper end of its interval is beyond the {duration(within_s)} that are allowed"
     return words
 
 
 def _energy(energy_j: float) -> str:
     return f"{energy_j / 1e3:.4g} kJ of all hosts" if energy_j else "energy unknown, as the power of the machines is"
-
-
-def _hours(seconds: float) -> str:
-    return (
-        f"{seconds / 3600:.3g} h"
-        if seconds >= 3600
-        else f"{seconds / 60:.3g} min"
-        if seconds >= 60
-        else f"{seconds:.3g} s"
-    )
 
 
 def describe_what_if(one: WhatIf, chosen: Candidate) -> str:
