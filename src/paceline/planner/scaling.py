@@ -109,7 +109,7 @@ def predict_scaling(
     """
     _check(run)
     fewest = max(min(num_ranks), run.layout.ranks_of_worker * run.layout.workers_of_replica)
-    of_worker = max(1, round(run.global_batch / max(1, fewest // run.layout.ranks_of_worker)))
+    of_worker = -(-run.global_batch // max(1, fewest // run.layout.ranks_of_worker))  # of the one with most
     micro_batch = _micro_batch(run, of_worker)
     base = _Base(run, shape, cluster, micro_batch)
     described: list[tuple[Way, int, Description]] = []
