@@ -81,6 +81,11 @@ def test_what_is_not_priced_is_refused(shape, setting, value, words):
         predict(shape, (4, 8), (setting, value))
 
 
+def test_an_order_without_a_price_is_refused(shape):
+    with pytest.raises(SettingsError, match=r"pipeline.order must be .* to be priced, but got layer_wise"):
+        predict(shape, (4, 8), ("layout.pipeline", "2"), ("pipeline.order", "layer_wise"))
+
+
 def test_the_command_prints_both_ways_and_writes_json_and_a_picture(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setenv("COLUMNS", "200")
