@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from paceline.parallel.pipeline.orders import OrderName
-from paceline.planner.candidate import Candidate
+from paceline.planner.candidate import Candidate, Division
 from paceline.planner.choice import Choice, describe_excess
 from paceline.planner.pool import MEMORY_HIGH, MORE_MEMORY, OBJECTIVES, Needs, Pool, find_needs, price_needs
 from paceline.planner.space import Legality
@@ -223,7 +223,7 @@ def _list_steps_aside(candidate: Candidate, num_machines: int) -> Iterator[tuple
             yield "other machines", replace(candidate, machines=machines)
 
 
-def _tidy(division: Any) -> Any:
+def _tidy(division: Division) -> Division:
     """Return a division without settings of axes that it does not have."""
     if division.sharded == 1:
         division = replace(division, zero_stage=3)

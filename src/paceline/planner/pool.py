@@ -1,6 +1,6 @@
 """Candidates with what they need and cost: memory prunes them, and a closed form prices all that are left at once."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import exp, hypot
 
@@ -141,10 +141,9 @@ def make_pool(
     problem: PlanProblem,
     posterior: Posterior,
     candidates: Sequence[Candidate],
-    find: Callable[[PlanProblem, Candidate], Needs] = find_needs,
 ) -> tuple[Pool, Needs | None]:
     """Return the candidates that fit, or would with a quarter more memory, priced; and the one that needs least."""
-    needs = [find(problem, candidate) for candidate in candidates]
+    needs = [find_needs(problem, candidate) for candidate in candidates]
     least = min(needs, key=lambda one: one.memory_bytes / one.available_bytes, default=None)
     near = [one for one in needs if one.memory_bytes * MEMORY_HIGH <= one.available_bytes * MORE_MEMORY]
     return price_needs(problem, posterior, near), least
