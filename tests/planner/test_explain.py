@@ -10,7 +10,7 @@ from problems import make_machines, make_problem, posterior, price
 
 from paceline.errors import SettingsError
 from paceline.planner.choice import choose, find_ties
-from paceline.planner.explain import list_neighbours, list_what_ifs
+from paceline.planner.explain import WhatIf, describe_change, list_neighbours, list_what_ifs
 from paceline.planner.planning import describe_choice, describe_what_if, make_plan, to_document
 from paceline.planner.pool import MEMORY_HIGH, find_needs
 from paceline.simulator.training import answer_rows
@@ -56,6 +56,21 @@ def test_neighbours_have_the_verdict_that_their_own_row_gives():
 
 
 VERDICTS = ("slower", "tie", "memory", "refused", "other")
+
+
+def test_a_faster_neighbour_that_exceeds_a_limit_says_which_and_by_how_much():
+    machines = make_machines(price=20.0), make_machines("dgx1", price=1.0)
+    cheapest = choose(*price(make_problem(*machines, num_steps=1000, within_s=1e6)))
+    budget = 1100 * cheapest.objectives[cheapest.index, 1]
+    choice = choose(*price(make_problem(*machines, num_steps=1000, budget=budget)))
+    assert choice.needs.candidate.machines == 1
+    (other,) = (one for one in list_neighbours(choice) if one.change == "other machines")
+    pool, candidates = choice.pool, [one.candidate for one in choice.pool.needs]
+    spent = 1000 * choice.objectives[candidates.index(other.candidate), 1]
+    assert spent > budget
+    assert other.verdict == "other"
+    assert other.ratio < pool.step_s[choice.best] / pool.step_s[choice.index]
+    assert other.reason == f"{other.ratio - 1:+.0%}; it takes {spent / budget:.3g} times the money that is allowed"
 
 
 def test_no_change_for_the_better_makes_a_plan_slower_and_the_best_is_no_slower_than_the_same(choice):
@@ -124,10 +139,14 @@ def test_candidates_that_training_turns_out_to_refuse_are_neither_chosen_nor_sho
     first = make_plan(problem, posterior())
     (axis, *_) = first.candidate.division.axes
     second = make_plan(problem, posterior(), lambda one: "no" if axis in one.division.axes else "")
-    shown = [second.choice.pool.needs[one].candidate for one in second.shown()]
+    shown = [second.choice.pool.needs[one].candidate for one in second.choice.shown]
     assert not any(axis in one.division.axes for one in shown)
     assert second.candidate in shown
-    assert second.refused
+    assert second.choice.refused
+    assert not any(axis in one.best.division.axes for one in second.what_ifs)
+    beside = [one for one in second.neighbours if one.candidate in second.choice.refused]
+    assert beside
+    assert {(one.verdict, one.reason) for one in beside} == {("refused", "training refuses it: no")}
     with pytest.raises(SettingsError, match="refuses"):
         make_plan(problem, posterior(), lambda _: "no")
 
@@ -147,3 +166,19 @@ def test_all_of_a_plan_is_in_its_document_and_in_words(problem):
     words = "\n".join([*describe_choice(planned), *(describe_what_if(x, planned.candidate) for x in planned.what_ifs)])
     assert "bound by" in words
     assert "twice the bandwidth between hosts: -" in words
+
+
+@pytest.mark.parametrize(
+    ("ratio", "words"), [(0.998, "no change"), (1.002, "no change"), (0.9, "-10%"), (1.5, "+50%"), (30.0, "30 times")]
+)
+def test_a_change_that_rounds_to_nothing_is_none(ratio, words):
+    assert describe_change(ratio) == words
+
+
+def test_what_a_change_would_bring_is_said_of_this_plan_and_of_another_only_if_that_is_something(choice):
+    chosen, other = (choice.pool.needs[one].candidate for one in (choice.index, choice.index - 1))
+    assert describe_what_if(WhatIf("more", 0.999, other, 1.001), chosen) == "more: no change"
+    assert describe_what_if(WhatIf("more", 0.9, chosen, 0.8), chosen) == "more: -10% with this plan"
+    assert describe_what_if(WhatIf("more", None, other, 0.8), chosen) == (
+        f"more: -20% from the best now to the best then ({other.describe()})"
+    )

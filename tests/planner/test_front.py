@@ -118,7 +118,7 @@ def test_a_plainer_choice_says_what_is_better_and_is_not_said_to_be_on_the_front
     assert better in describe_choice(found)
     assert to_document(found)["better"] == better
     assert choice.index not in choice.front
-    assert set(found.shown()) <= set(choice.front)
+    assert set(choice.shown) <= set(choice.front)
     best = make_plan(make_problem(make_machines(num_ranks=2), global_batch=4), posterior())
-    assert best.choice.index == best.choice.best in best.shown()
+    assert best.choice.index == best.choice.best in best.choice.shown
     assert to_document(best)["better"] is None

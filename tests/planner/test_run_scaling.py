@@ -47,6 +47,12 @@ def test_time_is_that_of_one_rank_over_ranks_and_efficiency(shape):
     assert [point.num_hosts for point in weak] == [1, 1, 1, 2, 8]
 
 
+def test_on_the_fewest_ranks_both_ways_take_the_same_step_where_workers_have_uneven_samples(shape):
+    weak, strong = predict(shape, (8,), ("global_batch", "42")).points
+    assert (weak.global_batch, strong.global_batch) == (48, 42)  # the others wait for the workers with six
+    assert weak.step_s == strong.step_s
+
+
 def test_one_rank_is_the_measure_of_all(shape):
     scaling = predict(shape, (1,))
     assert [point.efficiency[0] for point in scaling.points] == pytest.approx([1.0, 1.0])
@@ -73,6 +79,11 @@ def test_other_axes_stay_and_what_has_no_samples_is_left_out(shape):
 def test_what_is_not_priced_is_refused(shape, setting, value, words):
     with pytest.raises(SettingsError, match=words):
         predict(shape, (4, 8), (setting, value))
+
+
+def test_an_order_without_a_price_is_refused(shape):
+    with pytest.raises(SettingsError, match=r"pipeline.order must be .* to be priced, but got layer_wise"):
+        predict(shape, (4, 8), ("layout.pipeline", "2"), ("pipeline.order", "layer_wise"))
 
 
 def test_the_command_prints_both_ways_and_writes_json_and_a_picture(tmp_path, monkeypatch):

@@ -10,6 +10,7 @@ import paceline
 from paceline.cli.prepare import make_run
 from paceline.errors import SettingsError
 from paceline.planner import trace_workload, workload
+from paceline.planner.digest import digest_workload
 from paceline.simulator.training import TracedShape, answer_rows, describe, make_case, read_rows
 from paceline.simulator.training.operators import Kind
 from paceline.training.rehearsal import outline
@@ -227,12 +228,20 @@ def test_a_trace_is_made_once_for_the_same_model_and_anew_for_another(tmp_path, 
     first = trace_workload(run, run.open_data())
     monkeypatch.setattr(workload, "fit_places", lambda *_: pytest.fail("it was traced again"))
     assert trace_workload(run, run.open_data()) == first
+    longer = run.model_copy(update={"num_steps": 7})
+    assert trace_workload(longer, longer.open_data()) == first  # so that a profile tells of more steps too
     other = run.model_copy(update={"loss": make_odd().loss, "seed": 1})
     with pytest.raises(pytest.fail.Exception, match="traced again"):
         trace_workload(other, other.open_data())
     (tmp_path / "paceline/traces" / f"{first.digest}.json").write_text("{}")
     with pytest.raises(pytest.fail.Exception, match="traced again"):
         trace_workload(run, run.open_data())
+
+
+def test_steps_matter_to_a_trace_where_the_model_grows():
+    settings = ([*SMALL_LM, ("growth.steps", "[2]"), ("num_steps", number)] for number in ("3", "4"))
+    runs = [make_run("transformer_lm", one) for one in settings]
+    assert len({digest_workload(run, run.open_data(), nn.Linear(1, 1), on_cpu=True) for run in runs}) == 2
 
 
 def test_a_shape_that_is_no_model_is_refused():

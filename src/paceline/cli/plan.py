@@ -197,16 +197,17 @@ def _print(planned: "Planned") -> None:
         "GB a rank",
     )
     table = Table(*names, box=None)
-    for index in planned.shown():
+    choice = planned.choice
+    for index in choice.shown:
         table.add_row(*_front_row(planned, index))
     console.print(table, markup=False)
-    rest = len(planned.choice.front) - len(planned.shown())
+    rest = len(choice.front) - len(choice.shown)
     more = f" ({rest} more in --json)" if rest > 0 else ""
     searched, left = planned.space, planned.space.left_out
     typer.echo(
         f"\nsearched {len(searched.candidates):,} candidates in {planned.took_s:.3g} s; training refuses "
-        f"{searched.num_refused + len(planned.refused):,} others, {planned.num_pruned:,} do not fit by far; front of "
-        f"{len(planned.choice.front)}{more}" + (f"; not searched: {left}" if left else "")
+        f"{searched.num_refused + len(choice.refused):,} others, {planned.num_pruned:,} do not fit by far; front of "
+        f"{len(choice.front)}{more}" + (f"; not searched: {left}" if left else "")
     )
     if assumed := planned.answer["assumed"]:
         typer.echo(f"basis: {planned.answer['basis']}; assumed: {', '.join(assumed)}")

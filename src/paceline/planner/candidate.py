@@ -148,12 +148,11 @@ class Candidate:
             division.sharded,
         )
 
-    def describe(self, *, with_ranks: bool = True) -> str:
+    def describe(self) -> str:
         """Return it in words."""
         division = self.division
-        ranks = f"{division.num_ranks} rank{'s' * (division.num_ranks > 1)}"
-        axes = " x ".join(f"{axis} {size}" for axis, size in division.axes.items()) or "one rank"
-        parts = [f"{ranks}: {axes}" if with_ranks and division.num_ranks > 1 else axes]
+        axes = " x ".join(f"{axis} {size}" for axis, size in division.axes.items())
+        parts = [f"{division.num_ranks} ranks: {axes}" if axes else "one rank"]
         if division.sharded > 1:
             parts.append(f"ZeRO-{division.zero_stage}")
         if division.pipeline > 1:

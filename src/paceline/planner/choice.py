@@ -15,12 +15,15 @@ from paceline.planner.problem import PlanProblem
 from paceline.simulator.training.answers import QUANTILE
 from paceline.topology.cluster import Floats, Integers
 
+_COLUMNS = tuple(OBJECTIVES)
 _ALIKE = 1.01
 """Ratio to the best up to which the plainer candidate is taken."""
 _SAME = 1.0005
 """Ratio below which a difference is not worth a number."""
 _MOST_TIES = 20
 """Candidates that are nearest to the choice, which are compared with it."""
+_MOST_SHOWN = 12
+"""Candidates of the front that are shown; the document has all."""
 
 
 @dataclass(frozen=True)
@@ -36,6 +39,7 @@ class Choice:
         front: Indices of those that no other beats in everything, among those that keep the limits; fastest first.
         ties: Indices of those whose time differs from the choice's by less than is known.
         by: Objective that it is best in.
+        refused: Candidates that only the model itself showed to be refused, each with the reason.
     """
 
     pool: Pool
@@ -46,6 +50,16 @@ class Choice:
     front: tuple[int, ...]
     ties: tuple[int, ...]
     by: str
+    refused: Mapping[Candidate, str]
+
+    @property
+    def shown(self) -> list[int]:
+        """Indices of the front to show: the choice if it is one, the best in each thing, others; fastest first."""
+        own = [self.index] if self.index in self.front else []
+        wanted = [*own, *(min(self.front, key=lambda one: self.objectives[one, column]) for column in range(4))]
+        spaced = self.front[:: max(1, len(self.front) // _MOST_SHOWN)]
+        chosen = list(dict.fromkeys([*wanted, *spaced]))[:_MOST_SHOWN]
+        return sorted(chosen, key=lambda one: float(self.objectives[one, 0]))
 
     @property
     def needs(self) -> Needs:
@@ -56,7 +70,7 @@ class Choice:
         """Return what is better by estimate, where a plainer candidate was taken; empty if it was not."""
         if self.index == self.best:
             return ""
-        column = OBJECTIVES.index(self.by)
+        column = _COLUMNS.index(self.by)
         ratio = float(self.objectives[self.index, column] / self.objectives[self.best, column])
         better = {"step_s": "faster", "money": "cheaper", "energy_j": "more sparing of energy"}[self.by]
         words = f"{ratio - 1:.1%} {better}" if ratio > _SAME else f"no {better}, and needs other memory or energy"
@@ -91,13 +105,13 @@ def choose(pool: Pool, least: Needs | None, refused: Mapping[Candidate, str] = M
         raise _nothing_keeps(pool, objectives, np.flatnonzero(allowed))
     by = _find_objective(problem, knows_energy=bool(objectives[kept, 2].all()))
     front = kept[find_front(objectives[kept])]
-    index = _find_plainest(pool, objectives[:, OBJECTIVES.index(by)], kept)
+    index = _find_plainest(pool, objectives[:, _COLUMNS.index(by)], kept)
     ordered = sorted(front.tolist(), key=lambda one: objectives[one].tolist())
     near = sorted(kept.tolist(), key=lambda one: abs(np.log(objectives[one, 0] / objectives[index, 0])))[:_MOST_TIES]
     ties = tuple(one for one in find_ties(pool, index, near) if one != index)
-    best = int(kept[int(np.argmin(objectives[kept, OBJECTIVES.index(by)]))])
+    best = int(kept[int(np.argmin(objectives[kept, _COLUMNS.index(by)]))])
     is_unsure = bool(find_ties(pool, index, [best]))
-    return Choice(pool, objectives, index, best, is_unsure, tuple(ordered), ties, by)
+    return Choice(pool, objectives, index, best, is_unsure, tuple(ordered), ties, by, refused)
 
 
 def _find_plainest(pool: Pool, primary: Floats, kept: Integers) -> int:
@@ -142,6 +156,13 @@ def _list_limits(problem: PlanProblem) -> list[tuple[float, int]]:
     limits = problem.limits
     pairs = ((limits.within_s, 0), (limits.budget, 1), (limits.energy_j, 2))
     return [(limit / (problem.num_steps or 1), column) for limit, column in pairs if limit is not None]
+
+
+def describe_excess(problem: PlanProblem, objectives: Floats) -> str:
+    """Return the limit of a problem that a candidate exceeds most, and by how much; empty if it keeps all."""
+    found = [(float(objectives[column]) / limit, column) for limit, column in _list_limits(problem)]
+    excess, column = max(found, default=(0.0, 0))
+    return f"{excess:.3g} times the {OBJECTIVES[_COLUMNS[column]]} that is allowed" if excess > 1 else ""
 
 
 def _nothing_fits(problem: PlanProblem, least: Needs | None) -> SettingsError:

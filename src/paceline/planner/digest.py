@@ -17,8 +17,10 @@ from paceline.simulator.training import TracedShape
 from paceline.training.run import Run
 
 _VERSION = 1
-_FIELDS = ("model", "loss", "growth", "tensor_plan", "num_steps", "num_epochs", "seed", "batch_norm")
+_FIELDS = ("model", "loss", "growth", "tensor_plan", "seed", "batch_norm")
 """Fields of a run that a trace depends on."""
+_FIELDS_OF_GROWTH = ("num_steps", "num_epochs")
+"""Fields that say how large a model is in the end that grows."""
 
 
 def digest_workload(run: Run, splits: Splits, module: nn.Module, *, on_cpu: bool) -> str:
@@ -33,7 +35,7 @@ def digest_workload(run: Run, splits: Splits, module: nn.Module, *, on_cpu: bool
     digest = hashlib.sha256()
     spec = splits.train.spec
     sample = [(tuple(leaf.shape[1:]), str(leaf.dtype)) for leaf in list_tensors(splits.train.read_first())]
-    settings = run.model_dump(mode="json", include=set(_FIELDS))
+    settings = run.model_dump(mode="json", include={*_FIELDS, *(_FIELDS_OF_GROWTH if run.growth.steps else ())})
     digest.update(repr((_VERSION, torch.__version__, on_cpu, settings, spec, sample)).encode())
     kinds = {type(part) for part in module.modules()}
     names = {kind.__module__ for kind in kinds}

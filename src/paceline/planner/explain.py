@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 
 from paceline.parallel.pipeline.orders import OrderName
-from paceline.planner.candidate import Candidate
-from paceline.planner.choice import Choice
-from paceline.planner.pool import MEMORY_HIGH, MORE_MEMORY, Needs, Pool, find_needs, price_needs
+from paceline.planner.candidate import Candidate, Division
+from paceline.planner.choice import Choice, describe_excess
+from paceline.planner.pool import MEMORY_HIGH, MORE_MEMORY, OBJECTIVES, Needs, Pool, find_needs, price_needs
 from paceline.planner.space import Legality
 from paceline.simulator.training.answers import QUANTILE
 from paceline.simulator.training.memory import estimate_memory
@@ -23,6 +23,7 @@ CHANGES: dict[str, dict[str, float]] = {
     "twice the bandwidth of devices' memory": {"memory": 2.0},
 }
 """Changes of machines, as factors on columns of `StepBatch`."""
+NO_CHANGE = "no change"
 _WORDS = {
     "matrix": "matrix products", "attention": "attention", "pointwise": "operators that move bytes", "loss": "the loss",
     "launch": "starting kernels", "tensor": "exchanges of tensor ranks", "context": "exchanges of context ranks",
@@ -36,6 +37,14 @@ _WORDS = {
 def describe_term(name: str) -> str:
     """Return a term of a step in words; those of a profile are words."""
     return _WORDS.get(name, name)
+
+
+def describe_change(ratio: float) -> str:
+    """Return a ratio of a number to what it was as ``-12%``, ``no change`` or ``30 times``."""
+    if abs(ratio - 1) >= 10:
+        return f"{ratio:.3g} times"
+    words = f"{ratio - 1:+.0%}"
+    return NO_CHANGE if words in ("+0%", "-0%") else words
 
 
 @dataclass(frozen=True)
@@ -79,21 +88,22 @@ class WhatIf:
 def list_what_ifs(choice: Choice) -> list[WhatIf]:
     """Return what changes of machines would bring, the greatest gain first."""
     pool, step_s = choice.pool, choice.pool.step_s
-    is_open = pool.fits & (_machines_of(pool) == choice.needs.candidate.machines)
-    now, least = float(step_s[choice.index]), float(step_s[is_open].min())
+    is_open = np.array([_is_open(choice, one.candidate) for one in pool.needs], dtype=bool)
+    now, least = float(step_s[choice.index]), float(step_s[is_open & pool.fits].min())
     found = []
     for change, factors in CHANGES.items():
         then = pool.with_columns(factors).step_s
-        found.append(_compare(pool, change, then, is_open, least, float(then[choice.index]) / now))
+        found.append(_compare(pool, change, then, is_open & pool.fits, least, float(then[choice.index]) / now))
     larger = choice.needs.available_bytes * (MORE_MEMORY - 1)
     more = np.array([one.memory_bytes * MEMORY_HIGH <= one.available_bytes * MORE_MEMORY for one in pool.needs])
-    more &= _machines_of(pool) == choice.needs.candidate.machines
-    found.append(_compare(pool, f"{larger / 1e9:.3g} GB more memory on each device", step_s, more, least, None))
+    words = f"{larger / 1e9:.3g} GB more memory on each device"
+    found.append(_compare(pool, words, step_s, is_open & more, least, None))
     return sorted(found, key=lambda one: one.best_ratio)
 
 
-def _machines_of(pool: Pool) -> "np.ndarray[tuple[int], np.dtype[np.int64]]":
-    return np.array([one.candidate.machines for one in pool.needs], dtype=np.int64)
+def _is_open(choice: Choice, candidate: Candidate) -> bool:
+    """Return whether a candidate is one of the chosen machines, and training has not turned out to refuse it."""
+    return candidate.machines == choice.needs.candidate.machines and candidate not in choice.refused
 
 
 def _compare(
@@ -116,8 +126,7 @@ def list_neighbours(choice: Choice) -> list[Neighbour]:
     found: list[Neighbour] = []
     priced: list[tuple[str, Needs]] = []
     for change, candidate in _list_steps_aside(chosen.candidate, len(pool.problem.machines)):
-        refusal = legality.find_refusal(candidate)
-        if refusal:
+        if refusal := legality.find_refusal(candidate) or choice.refused.get(candidate):
             found.append(Neighbour(candidate, change, "refused", f"training refuses it: {refusal}"))
             continue
         needs = find_needs(pool.problem, candidate)
@@ -140,29 +149,30 @@ def _judge(choice: Choice, priced: list[tuple[str, Needs]]) -> list[Neighbour]:
         longer = aside.terms[number] - aside.terms[0]
         term = TERMS[int(np.argmax(longer))]
         if abs(log(ratio)) <= half:
-            verdict, reason = "tie", f"{_percent(ratio)}, which is less than is known (± {expm1(half):.0%}): a tie"
+            verdict, reason = "tie", f"{describe_change(ratio)}, known to ± {expm1(half):.0%}: a tie"
             if choice.by != "step_s":
                 reason += f"; {_compare_objective(choice.by, objectives, number)}"
         elif ratio > 1:
             verdict = "slower"
             reason = (
-                f"{_percent(ratio)} ({_percent(ratio * exp(-half))} to {_percent(ratio * exp(half))}), most by "
+                f"{describe_change(ratio)} ({describe_change(ratio * exp(-half))} to "
+                f"{describe_change(ratio * exp(half))}), most by "
                 f"{_WORDS[term]} (+{float(longer.max()):.3g} s)"
             )
         else:
-            verdict, reason = "other", f"{_percent(ratio)}, but {_compare_objective(choice.by, objectives, number)}"
+            verdict, reason = "other", describe_change(ratio)
+            if choice.by != "step_s":
+                reason += f", but {_compare_objective(choice.by, objectives, number)}"
+        if excess := describe_excess(choice.pool.problem, objectives[number]):
+            reason += f"; it takes {excess}"
         found.append(Neighbour(needs.candidate, change, verdict, reason, ratio, term if ratio > 1 else ""))
     return sorted(found, key=lambda one: one.ratio or 0.0)
 
 
 def _compare_objective(by: str, objectives: "np.ndarray[Any, np.dtype[np.float64]]", number: int) -> str:
-    column = ("step_s", "money", "energy_j", "memory_bytes").index(by)
-    word = {"step_s": "time", "money": "money", "energy_j": "energy", "memory_bytes": "memory"}[by]
-    return f"{_percent(float(objectives[number, column] / max(objectives[0, column], 1e-300)))} of {word}"
-
-
-def _percent(ratio: float) -> str:
-    return f"{ratio - 1:+.0%}" if abs(ratio - 1) < 10 else f"{ratio:.3g} times"
+    column = tuple(OBJECTIVES).index(by)
+    ratio = float(objectives[number, column] / max(objectives[0, column], 1e-300))
+    return f"{describe_change(ratio)} of {OBJECTIVES[by]}"
 
 
 def _explain_memory(needs: Needs) -> str:
@@ -213,7 +223,7 @@ def _list_steps_aside(candidate: Candidate, num_machines: int) -> Iterator[tuple
             yield "other machines", replace(candidate, machines=machines)
 
 
-def _tidy(division: Any) -> Any:
+def _tidy(division: Division) -> Division:
     """Return a division without settings of axes that it does not have."""
     if division.sharded == 1:
         division = replace(division, zero_stage=3)

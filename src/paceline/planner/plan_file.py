@@ -49,7 +49,7 @@ class Plan(Settings):
     words: str
     """The plan in words."""
     why: dict[str, Any] = Field(default={})
-    """Document of reasons: terms, changes, neighbours and front."""
+    """Reasons: changes of the machines, neighbours, ties, and what is better than a plainer choice."""
 
     def save(self, path: Path) -> None:
         """Write the file.

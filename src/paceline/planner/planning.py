@@ -7,11 +7,20 @@ from math import exp
 from typing import Any
 
 from paceline.errors import SettingsError
+from paceline.monitor.formatting import duration
 from paceline.planner.candidate import Candidate
 from paceline.planner.choice import Choice, choose
-from paceline.planner.explain import Neighbour, WhatIf, describe_term, list_neighbours, list_what_ifs
+from paceline.planner.explain import (
+    NO_CHANGE,
+    Neighbour,
+    WhatIf,
+    describe_change,
+    describe_term,
+    list_neighbours,
+    list_what_ifs,
+)
 from paceline.planner.plan_file import Plan, PlannedMachines
-from paceline.planner.pool import MEMORY_HIGH, Pool, make_pool
+from paceline.planner.pool import Pool, make_pool
 from paceline.planner.problem import PlanProblem
 from paceline.planner.space import Space, make_space
 from paceline.simulator.training.answers import answer_described
@@ -22,8 +31,6 @@ from paceline.training.forecast import Forecast
 
 Trial = Callable[[Candidate], str]
 """Function that returns why training refuses a candidate, as only the model itself shows; empty if it does not."""
-MOST_SHOWN = 12
-"""Candidates of the front that are shown; the document has all."""
 _MOST_TRIALS = 200
 
 
@@ -39,7 +46,6 @@ class Planned:
         what_ifs: Gains by changes of the machines.
         neighbours: Candidates that differ from it in one thing.
         num_pruned: Candidates that do not fit by far.
-        refused: Candidates that only the model itself showed to be refused, each with the reason.
         took_s: Seconds that planning took.
     """
 
@@ -50,22 +56,12 @@ class Planned:
     what_ifs: tuple[WhatIf, ...]
     neighbours: tuple[Neighbour, ...]
     num_pruned: int
-    refused: dict[Candidate, str]
     took_s: float
 
     @property
     def candidate(self) -> Candidate:
         """The chosen candidate."""
         return self.choice.needs.candidate
-
-    def shown(self) -> list[int]:
-        """Return the candidates of the front to show: the choice if it is one, the best in each thing, others."""
-        objectives, front = self.choice.objectives, self.choice.front
-        own = [self.choice.index] if self.choice.index in front else []
-        wanted = [*own, *(min(front, key=lambda one: objectives[one, column]) for column in range(4))]
-        spaced = front[:: max(1, len(front) // MOST_SHOWN)]
-        chosen = list(dict.fromkeys([*wanted, *spaced]))[:MOST_SHOWN]
-        return sorted(chosen, key=lambda one: float(objectives[one, 0]))
 
 
 def make_plan(
@@ -89,8 +85,7 @@ def make_plan(
     tried: set[Candidate] = set()
     while True:
         choice = choose(pool, least, refused)
-        planned = Planned(problem, space, choice, {}, (), (), len(space.candidates) - len(pool.needs), refused, 0.0)
-        shown = [pool.needs[one].candidate for one in dict.fromkeys([choice.index, choice.best, *planned.shown()])]
+        shown = [pool.needs[one].candidate for one in dict.fromkeys([choice.index, choice.best, *choice.shown])]
         new = [candidate for candidate in shown if candidate not in tried]
         if not new:
             break
@@ -113,7 +108,6 @@ def make_plan(
         tuple(list_what_ifs(choice)),
         tuple(list_neighbours(choice)),
         len(space.candidates) - len(pool.needs),
-        refused,
         time.perf_counter() - began_s,
     )
 
@@ -151,8 +145,6 @@ def to_document(planned: Planned) -> dict[str, Any]:
             "answer": planned.answer,
         },
         "by": choice.by,
-        "better": choice.describe_better() or None,
-        "ties": [choice.pool.needs[one].candidate.describe() for one in choice.ties],
         "front": [
             {
                 **_describe(planned, one),
@@ -161,6 +153,23 @@ def to_document(planned: Planned) -> dict[str, Any]:
             }
             for one, spread in zip(choice.front, spreads.tolist(), strict=True)
         ],
+        **_give_reasons(planned),
+        "searched": {
+            "candidates": len(planned.space.candidates),
+            "refused": planned.space.num_refused + len(choice.refused),
+            "pruned_by_memory": planned.num_pruned,
+            "left_out": planned.space.left_out or None,
+            "took_s": planned.took_s,
+        },
+    }
+
+
+def _give_reasons(planned: Planned) -> dict[str, Any]:
+    """Return why the choice is the choice, as JSON."""
+    choice = planned.choice
+    return {
+        "better": choice.describe_better() or None,
+        "ties": [choice.pool.needs[one].candidate.describe() for one in choice.ties],
         "what_if": [
             {
                 "change": one.change,
@@ -181,13 +190,6 @@ def to_document(planned: Planned) -> dict[str, Any]:
             }
             for one in planned.neighbours
         ],
-        "searched": {
-            "candidates": len(planned.space.candidates),
-            "refused": planned.space.num_refused + len(planned.refused),
-            "pruned_by_memory": planned.num_pruned,
-            "left_out": planned.space.left_out or None,
-            "took_s": planned.took_s,
-        },
     }
 
 
@@ -215,8 +217,6 @@ def to_plan(planned: Planned, recipe: str | None, digest: str) -> Plan:
     machines = planned.problem.machines[candidate.machines]
     num_ranks, num_hosts = candidate.division.num_ranks, planned.choice.needs.description.case.num_hosts
     words = f"{num_ranks} rank{'s' * (num_ranks > 1)} of {machines.name}"
-    if any(answer[name] is None for name in ("step_s", "memory_bytes", "energy_j")):
-        raise SettingsError(f"a plan must have a price, but its step has none: {answer['error']}")
     return Plan(
         recipe=recipe,
         fingerprint=digest,
@@ -225,11 +225,7 @@ def to_plan(planned: Planned, recipe: str | None, digest: str) -> Plan:
         machines=PlannedMachines(name=machines.name, num_ranks=num_ranks, num_hosts=num_hosts, words=words),
         predicted=Forecast(**{name: answer[name] for name in Forecast.model_fields}),
         words=candidate.describe(),
-        why={
-            key: value
-            for key, value in to_document(planned).items()
-            if key in ("what_if", "neighbours", "ties", "better")
-        },
+        why=_give_reasons(planned),
     )
 
 
@@ -244,7 +240,7 @@ def describe_choice(planned: Planned) -> list[str]:
         f"plan: {planned.candidate.describe()} on {machines.name}",
         f"step: {step_s:.4g} s ({answer['step_s_low']:.4g} to {answer['step_s_high']:.4g}), "
         f"{planned.problem.global_batch / step_s:.4g} samples/s; {_energy(answer['energy_j'])}",
-        f"memory of a rank: {memory_bytes / 1e9:.3g} GB (up to {memory_bytes * MEMORY_HIGH / 1e9:.3g}) of "
+        f"memory of a rank: {memory_bytes / 1e9:.3g} GB (up to {answer['memory_bytes_high'] / 1e9:.3g}) of "
         f"{available / 1e9:.3g} GB",
         f"bound by {describe_term(bound)}, {terms[bound] / step_s:.0%} of the step; then "
         + ", ".join(f"{describe_term(name)} {seconds / step_s:.0%}" for name, seconds in ordered[1:4]),
@@ -266,7 +262,7 @@ def describe_choice(planned: Planned) -> list[str]:
 
 def _describe_run(planned: Planned, num_steps: int) -> str:
     step_s, high, energy_j = (planned.answer[name] * num_steps for name in ("step_s", "step_s_high", "energy_j"))
-    words = f"run of {num_steps:,} steps: {_hours(step_s)} (up to {_hours(high)})"
+    words = f"run of {num_steps:,} steps: {duration(step_s)} (up to {duration(high)})"
     if energy_j:
         words += f", {energy_j / 3.6e6:.4g} kWh, {planned.problem.site.carbon_kg(energy_j):.3g} kgCO2e"
     if planned.problem.has_prices:
@@ -274,7 +270,7 @@ def _describe_run(planned: Planned, num_steps: int) -> str:
         words += f", {money / predicted_s * step_s:,.4g} in {planned.problem.currency}"
     within_s = planned.problem.limits.within_s
     if within_s is not None and high > within_s:
-        words += f"; the upper end of its interval is beyond the {_hours(within_s)} that are allowed"
+        words += f"; the upper end of its interval is beyond the {duration(within_s)} that are allowed"
     return words
 
 
@@ -282,20 +278,11 @@ def _energy(energy_j: float) -> str:
     return f"{energy_j / 1e3:.4g} kJ of all hosts" if energy_j else "energy unknown, as the power of the machines is"
 
 
-def _hours(seconds: float) -> str:
-    return (
-        f"{seconds / 3600:.3g} h"
-        if seconds >= 3600
-        else f"{seconds / 60:.3g} min"
-        if seconds >= 60
-        else f"{seconds:.3g} s"
-    )
-
-
 def describe_what_if(one: WhatIf, chosen: Candidate) -> str:
     """Return a change of the machines in words."""
-    same = "" if one.same_ratio is None else f"{one.same_ratio - 1:+.0%} with this plan"
-    if one.best == chosen:
-        return f"{one.change}: {same or 'no change'}"
-    best = f"{one.best_ratio - 1:+.0%} with the best then ({one.best.describe()})"
-    return f"{one.change}: {'; '.join(filter(None, (same, best)))}"
+    parts = []
+    if one.same_ratio is not None and (same := describe_change(one.same_ratio)) != NO_CHANGE:
+        parts.append(f"{same} with this plan")
+    if one.best != chosen and (best := describe_change(one.best_ratio)) != NO_CHANGE:
+        parts.append(f"{best} from the best now to the best then ({one.best.describe()})")
+    return f"{one.change}: {'; '.join(parts) or NO_CHANGE}"

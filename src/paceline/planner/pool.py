@@ -1,6 +1,6 @@
 """Candidates with what they need and cost: memory prunes them, and a closed form prices all that are left at once."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import exp, hypot
 
@@ -22,7 +22,8 @@ MEMORY_HIGH = exp(QUANTILE * hypot(LOG_SPREAD, MEMORY_ROW_SPREAD))
 """Factor on estimated memory that one of twenty steps needs more than: what has to fit."""
 MORE_MEMORY = 1.25
 """Factor on the memory of a rank up to which candidates that do not fit are priced: they show what more would buy."""
-OBJECTIVES = ("step_s", "money", "energy_j", "memory_bytes")
+OBJECTIVES = {"step_s": "time", "money": "money", "energy_j": "energy", "memory_bytes": "memory"}
+"""What a candidate is judged by, in the order of `Pool.objectives`, with a word for each."""
 _IS_WORKING = np.array([name in WORKING for name in TERMS])
 
 
@@ -140,10 +141,9 @@ def make_pool(
     problem: PlanProblem,
     posterior: Posterior,
     candidates: Sequence[Candidate],
-    find: Callable[[PlanProblem, Candidate], Needs] = find_needs,
 ) -> tuple[Pool, Needs | None]:
     """Return the candidates that fit, or would with a quarter more memory, priced; and the one that needs least."""
-    needs = [find(problem, candidate) for candidate in candidates]
+    needs = [find_needs(problem, candidate) for candidate in candidates]
     least = min(needs, key=lambda one: one.memory_bytes / one.available_bytes, default=None)
     near = [one for one in needs if one.memory_bytes * MEMORY_HIGH <= one.available_bytes * MORE_MEMORY]
     return price_needs(problem, posterior, near), least

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from paceline.errors import SettingsError
+from paceline.parallel.pipeline.orders import OrderName
 from paceline.planner.candidate import Candidate, Machines
 from paceline.simulator.training import Row, StepCase, make_case
 from paceline.simulator.training.contract import LayoutRow, Order, PipelineRow
@@ -135,7 +136,7 @@ class PlanProblem:
             tensor=division.tensor,
             pipeline=division.pipeline,
             sequence_parallel=division.tensor > 1 and self._cuts_tokens,
-            order=_row_order(candidate),
+            order=name_order(division.order, division.stages_per_rank),
             stages_per_rank=division.stages_per_rank,
             micro_batch=self.samples_of(candidate) / candidate.num_micro_batches,
             global_batch=float(self.samples_of(candidate) * division.num_workers),
@@ -177,11 +178,16 @@ def choose_precision(machines: tuple[Machines, ...]) -> Precision:
     return next((name for name in usual if all(name in device.peak_flops for device in devices)), "fp32")
 
 
-def _row_order(candidate: Candidate) -> Order:
-    """Return the name that rows have for the order of a candidate's pipeline."""
-    division = candidate.division
-    if division.order == "zero_bubble":
-        return "interleaved_zero_bubble" if division.stages_per_rank > 1 else "zero_bubble"
-    if division.order in ("gpipe", "interleaved", "1f1b"):
-        return division.order
-    raise SettingsError(f"order of a pipeline must be one that is priced, but got {division.order}; take 1f1b")
+def name_order(order: OrderName, stages_per_rank: int) -> Order:
+    """Return the name that rows have for an order of a pipeline.
+
+    Raises:
+        SettingsError: The order has no price.
+    """
+    if order == "zero_bubble" and stages_per_rank > 1:
+        return "interleaved_zero_bubble"
+    if order in ("zero_bubble", "gpipe", "interleaved", "1f1b"):
+        return order
+    raise SettingsError(
+        f"pipeline.order must be gpipe, 1f1b, interleaved or zero_bubble to be priced, but got {order}; take one"
+    )

@@ -9,6 +9,7 @@ import numpy as np
 
 from paceline.compression import NoCodec
 from paceline.errors import PacelineError, SettingsError
+from paceline.planner.problem import name_order
 from paceline.simulator.training import Description, Row, TracedShape, describe, make_case
 from paceline.simulator.training.answers import QUANTILE, answer_described
 from paceline.simulator.training.batch import make_batch
@@ -26,7 +27,6 @@ from paceline.training.compiling import NO_COMPILER
 from paceline.training.run import Run
 
 Way = Literal["weak", "strong"]
-_ORDERS = {"gpipe": "gpipe", "1f1b": "1f1b", "interleaved": "interleaved", "zero_bubble": "zero_bubble"}
 
 
 @dataclass(frozen=True)
@@ -109,7 +109,7 @@ def predict_scaling(
     """
     _check(run)
     fewest = max(min(num_ranks), run.layout.ranks_of_worker * run.layout.workers_of_replica)
-    of_worker = max(1, round(run.global_batch / max(1, fewest // run.layout.ranks_of_worker)))
+    of_worker = -(-run.global_batch // max(1, fewest // run.layout.ranks_of_worker))  # of the one with most
     micro_batch = _micro_batch(run, of_worker)
     base = _Base(run, shape, cluster, micro_batch)
     described: list[tuple[Way, int, Description]] = []
@@ -171,10 +171,8 @@ def _check(run: Run) -> None:
         raise SettingsError(
             f"layout.data must be left out, since the ranks decide it, but got {run.layout.data}; give --ranks"
         )
-    if run.layout.pipeline > 1 and run.pipeline.order not in _ORDERS:
-        raise SettingsError(
-            f"pipeline.order must be one of {', '.join(_ORDERS)} to be priced, but got {run.pipeline.order}; take one"
-        )
+    if run.layout.pipeline > 1:
+        name_order(run.pipeline.order, run.pipeline.num_local_stages)
 
 
 def _micro_batch(run: Run, samples: int) -> int:
@@ -227,11 +225,7 @@ class _Base:
         return self._describe(Layout(), 1, 1, samples, self._micro_batch)
 
     def _describe(self, layout: Layout, data: int, num_ranks: int, samples: int, micro_batch: int) -> Description:
-        pipes = layout.pipeline > 1
         chunks = self._run.pipeline.num_local_stages
-        order = _ORDERS.get(self._run.pipeline.order, "1f1b")
-        if order == "zero_bubble" and chunks > 1:
-            order = "interleaved_zero_bubble"
         row = self._row.model_copy(
             update={
                 "num_ranks": num_ranks,
@@ -243,7 +237,9 @@ class _Base:
                     tensor=layout.tensor,
                     pipeline=layout.pipeline,
                 ),
-                "pipeline": PipelineRow(order=order, stages_per_rank=chunks) if pipes else None,  # type: ignore[arg-type]
+                "pipeline": PipelineRow(order=name_order(self._run.pipeline.order, chunks), stages_per_rank=chunks)
+                if layout.pipeline > 1
+                else None,
                 "micro_batch": float(micro_batch),
                 "global_batch": float(samples),
             }

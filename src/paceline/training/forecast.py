@@ -1,6 +1,7 @@
 """What a plan predicts of a run's step, and what the steps turn out to take: both go into the log, side by side."""
 
 import json
+from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
 from statistics import median
@@ -55,7 +56,7 @@ class PlanWatch:
 
     def __init__(self, forecast: Forecast, machines: str) -> None:
         self._forecast, self._machines = forecast, machines
-        self._durations_s: list[float] = []
+        self._durations_s: deque[float] = deque(maxlen=_WINDOW)
         self._num_seen, self._has_warned = 0, False
 
     @classmethod
@@ -85,7 +86,7 @@ class PlanWatch:
         """
         self._num_seen += 1
         if self._num_seen > _SKIPPED or is_last:
-            self._durations_s = [*self._durations_s[-_WINDOW + 1 :], duration_s]
+            self._durations_s.append(duration_s)
         num_measured = self._num_seen - _SKIPPED
         is_due = num_measured >= _FIRST and num_measured & (num_measured - 1) == 0
         if not (is_due or is_last):
