@@ -23,7 +23,7 @@ MEMORY_HIGH = exp(QUANTILE * hypot(LOG_SPREAD, MEMORY_ROW_SPREAD))
 MORE_MEMORY = 1.25
 """Factor on the memory of a rank up to which candidates that do not fit are priced: they show what more would buy."""
 OBJECTIVES = {"step_s": "time", "money": "money", "energy_j": "energy", "memory_bytes": "memory"}
-"""What a candidate is judged by, in the order of `Pool.objectives`, with a word for each."""
+"""Measures by which a candidate is judged, in the order of `Pool.objectives`, with a word for each."""
 _IS_WORKING = np.array([name in WORKING for name in TERMS])
 
 
