@@ -2,6 +2,7 @@
 
 import os
 import signal
+import subprocess
 import sys
 import time
 from dataclasses import replace
@@ -224,3 +225,17 @@ def test_new_workers_are_forked_from_another_process_then(tmp_path, monkeypatch,
         pass
     assert found == [("w0.2", "done", "w0.2 exited with code 75")]
     assert bereft.read_news() == []
+
+
+def test_a_process_to_fork_from_that_is_no_child_here_is_seen_to_run_and_to_end(tmp_path):
+    """A program that was forked from one with such a process uses it too."""
+    script = "import subprocess; print(subprocess.Popen(['sleep', '60'], stdout=subprocess.DEVNULL).pid)"
+    grandchild = int(subprocess.run([sys.executable, "-c", script], stdout=subprocess.PIPE, check=True).stdout)
+    try:
+        assert forking.find_end(grandchild) == ""
+    finally:
+        os.kill(grandchild, signal.SIGKILL)
+    deadline_s = time.monotonic() + 30
+    while forking.find_end(grandchild) != "ended":
+        assert time.monotonic() < deadline_s
+        time.sleep(0.01)

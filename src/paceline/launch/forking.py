@@ -6,6 +6,7 @@ import multiprocessing.resource_tracker
 import os
 import signal
 import sys
+from pathlib import Path
 from typing import Literal
 
 from paceline.launch.signals import STOP_SIGNALS
@@ -45,12 +46,21 @@ def find_end(server: int) -> str:
         return ""
     try:
         found = os.waitid(os.P_PID, server, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-    except ChildProcessError:  # another one was started, as that had ended
-        return "ended"
+    except ChildProcessError:  # another process's child, or another one was started, as that had ended
+        return "" if _is_alive(server) else "ended"
     if found is None:
         return ""
     is_exit = found.si_code == os.CLD_EXITED
     return f"exited with code {found.si_status}" if is_exit else f"was killed by {signal.Signals(found.si_status).name}"
+
+
+def _is_alive(process: int) -> bool:
+    """Return whether a process that is no child of this one exists and has not ended."""
+    try:
+        state = Path(f"/proc/{process}/stat").read_text(errors="replace").rpartition(") ")[2][:1]
+    except OSError:
+        return False
+    return state not in ("Z", "X")
 
 
 def unblock_signals() -> None:
