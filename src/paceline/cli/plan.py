@@ -28,6 +28,7 @@ def plan(
     carbon: options.Carbon = None,
     zone: options.Zone = "world",
     memory: options.Memory = None,
+    cap: options.Cap = None,
     price: options.Price = None,
     prices: options.Prices = None,
     profile: options.Profile = None,
@@ -60,7 +61,7 @@ def plan(
     )
     profiled = None if profile is None else _read_profile(profile, recipe, cluster)
     clusters = _read_clusters(cluster) if profiled is None else [("the profiled machine", profiled.cluster)]
-    machines = list_machines(clusters, num_ranks, memory, price or [], prices)
+    machines = list_machines(clusters, num_ranks, memory, price or [], prices, cap or ())
     if (recipe is None) == (model is None):
         found = "neither" if recipe is None else "both"
         raise SettingsError(f"either a recipe or --model must be given, but got {found}; give one")

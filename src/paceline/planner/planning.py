@@ -113,10 +113,11 @@ def make_plan(
 
 
 def _refuse_alike(pool: Pool, candidate: Candidate, reason: str) -> dict[Candidate, str]:
-    """Return a refused candidate, and all others that divide the model alike."""
+    """Return a refused candidate, and all others that divide the model alike, and offload alike if it offloads."""
     key = _divide_model(candidate)
     alike = [one.candidate for one in pool.needs if _divide_model(one.candidate) == key]
-    return dict.fromkeys([candidate, *alike], reason)
+    also = [one for one in alike if candidate.offload in ("none", one.offload)]
+    return dict.fromkeys([candidate, *also], reason)
 
 
 def _divide_model(candidate: Candidate) -> tuple[object, ...]:
@@ -141,7 +142,7 @@ def to_document(planned: Planned) -> dict[str, Any]:
         "version": 1,
         "choice": {
             **_describe(planned, choice.index),
-            "row": planned.problem.row_of(planned.candidate).model_dump(mode="json", exclude_none=True),
+            "row": _write_row(planned),
             "answer": planned.answer,
         },
         "by": choice.by,
@@ -162,6 +163,12 @@ def to_document(planned: Planned) -> dict[str, Any]:
             "took_s": planned.took_s,
         },
     }
+
+
+def _write_row(planned: Planned) -> dict[str, Any] | None:
+    if not planned.problem.has_row(planned.candidate):
+        return None
+    return planned.problem.row_of(planned.candidate).model_dump(mode="json", exclude_none=True)
 
 
 def _give_reasons(planned: Planned) -> dict[str, Any]:
@@ -251,6 +258,11 @@ def describe_choice(planned: Planned) -> list[str]:
             lines.append(f"carbon: {planned.problem.site.describe_carbon()}")
     if machines.price_words:
         lines.append(f"price: {machines.price_words}")
+    if machines.cap_w is not None:
+        lines.append(
+            f"power: each device limited to {machines.cap_w:g} W, which training does not set: on each host of NVIDIA "
+            f"GPUs, nvidia-smi --power-limit={machines.cap_w:g}"
+        )
     if better := planned.choice.describe_better():
         lines.append(better)
     if planned.choice.ties:

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from math import exp, hypot
 
 import numpy as np
@@ -36,17 +37,24 @@ class Needs:
         description: Step of it, as numbers.
         memory_bytes: Memory of its fullest rank.
         available_bytes: Memory that a rank may use.
+        host_bytes: Memory of the host for what waits there, of all its ranks.
     """
 
     candidate: Candidate
     description: Description
     memory_bytes: float
     available_bytes: float
+    host_bytes: float = 0.0
 
     @property
     def fits(self) -> bool:
-        """Whether it fits at the upper end of its memory's interval."""
-        return self.memory_bytes * MEMORY_HIGH <= self.available_bytes
+        """Whether it fits at the upper end of its memory's interval, and into its host what waits there."""
+        return self.memory_bytes * MEMORY_HIGH <= self.available_bytes and self.fits_host
+
+    @property
+    def fits_host(self) -> bool:
+        """Whether the host's memory holds what waits there."""
+        return self.host_bytes * MEMORY_HIGH <= self.description.case.cluster.host.memory_bytes
 
 
 def find_needs(problem: PlanProblem, candidate: Candidate) -> Needs:
@@ -56,7 +64,9 @@ def find_needs(problem: PlanProblem, candidate: Candidate) -> Needs:
     available = description.case.device.memory_bytes
     if machines.memory_bytes is not None:
         available = machines.memory_bytes
-    return Needs(candidate, description, estimate_memory(description).total_bytes, available)
+    estimate = estimate_memory(description)
+    host_bytes = estimate.host_bytes * description.case.on_host
+    return Needs(candidate, description, estimate.total_bytes, available, host_bytes)
 
 
 @dataclass(frozen=True)
@@ -84,13 +94,17 @@ class Pool:
         """Seconds of a step of each."""
         return np.asarray(self.terms.sum(axis=1))
 
-    @property
+    @cached_property
     def fits(self) -> "np.ndarray[tuple[int], np.dtype[np.bool_]]":
         """Whether each fits into the memory of its ranks."""
         return np.array([one.fits for one in self.needs], dtype=bool)
 
     def objectives(self) -> Floats:
         """Return time, money, energy and memory of a step of each, shape (candidates, 4); unknown money is 0."""
+        return self._objectives
+
+    @cached_property
+    def _objectives(self) -> Floats:
         step_s = self.step_s
         busy = self.terms[:, _IS_WORKING].sum(axis=1) / step_s
         cases = [one.description.case for one in self.needs]
@@ -145,5 +159,7 @@ def make_pool(
     """Return the candidates that fit, or would with a quarter more memory, priced; and the one that needs least."""
     needs = [find_needs(problem, candidate) for candidate in candidates]
     least = min(needs, key=lambda one: one.memory_bytes / one.available_bytes, default=None)
-    near = [one for one in needs if one.memory_bytes * MEMORY_HIGH <= one.available_bytes * MORE_MEMORY]
+    near = [
+        one for one in needs if one.memory_bytes * MEMORY_HIGH <= one.available_bytes * MORE_MEMORY and one.fits_host
+    ]
     return price_needs(problem, posterior, near), least
