@@ -29,6 +29,7 @@ def plan(
     zone: options.Zone = "world",
     memory: options.Memory = None,
     cap: options.Cap = None,
+    allow: options.Allow = None,
     price: options.Price = None,
     prices: options.Prices = None,
     profile: options.Profile = None,
@@ -38,7 +39,8 @@ def plan(
 ) -> None:
     """Plan a training: which layout, micro-batches, recomputation and ranks, how long, at what cost, and why.
 
-    All ways that `paceline train` would not refuse are priced. Only ways that train the same model are considered.
+    All ways that `paceline train` would not refuse are priced: those that train the same model, and with --allow
+    inexact also codecs and rules whose loss was measured.
     Every setting of the recipe can be overridden, as for `paceline train`.
 
     `paceline plan mine.py:run --cluster dgx_h100 --num_ranks 64 --within 8h`, then
@@ -71,6 +73,8 @@ def plan(
             raise SettingsError(
                 f"overrides must be of a recipe, but got --{overrides[0][0]} with --model; put it into --model or --row"
             )
+        if allow is not None:
+            raise SettingsError("--allow inexact must go with a recipe, but got --model; leave it out")
         assert model is not None
         planned = _plan_shape(
             _read_json(model, "--model"), fields, machines, global_batch, num_steps, limits, site, calibrate
@@ -81,8 +85,9 @@ def plan(
 
         given = {"global_batch": global_batch, "num_steps": num_steps}
         overrides += [(name, str(value)) for name, value in given.items() if value is not None]
+        measured = _read_measured(calibrate)
         recipe, planned, digest = plan_recipe(
-            recipe, overrides, fields, machines, limits, site, _read_measured(calibrate), profiled
+            recipe, overrides, fields, machines, limits, site, measured, profiled, allows_inexact=allow is not None
         )
     _print(planned)
     _write(planned, recipe, digest, out, json_file)
@@ -189,10 +194,11 @@ def _print(planned: "Planned") -> None:
     for neighbour in planned.neighbours:
         typer.echo(f"  {neighbour.change}: {neighbour.reason}")
     typer.echo("\nnothing that was searched is better in time, money, energy and memory at once than each of these:")
+    inexact = planned.problem.inexact
     names = (
         "plan",
         "machines",
-        "step, s",
+        "step, s" if inexact is None else "step x steps to the same loss, s",
         *([f"{planned.problem.currency} an hour"] if planned.problem.has_prices else []),
         "kJ",
         "GB a rank",
@@ -210,6 +216,8 @@ def _print(planned: "Planned") -> None:
         f"{searched.num_refused + len(choice.refused):,} others, {planned.num_pruned:,} do not fit by far; front of "
         f"{len(choice.front)}{more}" + (f"; not searched: {left}" if left else "")
     )
+    for line in [] if inexact is None else inexact.describe_left_out():
+        typer.echo(line)
     if assumed := planned.answer["assumed"]:
         typer.echo(f"basis: {planned.answer['basis']}; assumed: {', '.join(assumed)}")
 

@@ -1,7 +1,7 @@
 """Options of `paceline plan`."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -30,6 +30,10 @@ Budget = Annotated[str | None, typer.Option(help="Most money for the run, in the
 Energy = Annotated[str | None, typer.Option(help="Most energy of the run: 20kWh.")]
 Carbon = Annotated[str | None, typer.Option(help="Most carbon of the run, in CO2e: 2kg.")]
 Zone = Annotated[str, typer.Option(help="Zone of the grid, for carbon: see `paceline prices`.")]
+Allow = Annotated[
+    Literal["inexact"] | None,
+    typer.Option(help="inexact: codecs and relaxed rules too, by measured steps to the same loss."),
+]
 Cap = Annotated[
     list[str] | None,
     typer.Option(help="Limit of each device's power to consider beside none: 500W; may be given again."),

@@ -6,6 +6,7 @@ from typing import Any, Literal, cast
 
 from paceline.parallel.pipeline.orders import OrderName
 from paceline.parallel.pipeline.settings import PipelineSettings
+from paceline.planner.inexact import Way
 from paceline.topology import Cluster
 from paceline.topology.layout import Layout
 
@@ -126,6 +127,7 @@ class Candidate:
         precision: Precision of the forward pass.
         offload: State that waits in the host's memory.
         bucket_bytes: Size of the buckets of gradients; None: the run's own.
+        way: Rule and codec that change what is learnt; None: gradients are averaged in every step.
     """
 
     machines: int
@@ -135,6 +137,7 @@ class Candidate:
     precision: str
     offload: Offload = "none"
     bucket_bytes: int | None = None
+    way: Way | None = None
 
     def list_overrides(self) -> dict[str, Any]:
         """Return the settings of a run that make it train so, by dotted path."""
@@ -153,7 +156,14 @@ class Candidate:
         overrides["precision"] = self.precision
         if self.bucket_bytes is not None:
             overrides["bucket_bytes"] = self.bucket_bytes
+        if self.way is not None:
+            overrides |= dict(self.way.settings)
         return overrides
+
+    @property
+    def steps_factor(self) -> float:
+        """Steps to the same loss, to those of exact ways."""
+        return 1.0 if self.way is None else self.way.steps_factor
 
     @property
     def plainness(self) -> tuple[int, ...]:
@@ -161,6 +171,7 @@ class Candidate:
         division = self.division
         is_plain_order = division.order == "1f1b"
         return (
+            0 if self.way is None else 1,
             len(division.axes),
             division.tensor * division.context * division.pipeline,
             ("none", "optimizer", "activations", "both").index(self.offload),
@@ -190,6 +201,8 @@ class Candidate:
         if self.bucket_bytes is not None:
             parts.append(f"buckets of {self.bucket_bytes / 2**20:g} MiB")
         parts.append(self.precision)
+        if self.way is not None:
+            parts.append(self.way.name)
         return ", ".join(parts)
 
 

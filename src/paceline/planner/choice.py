@@ -115,19 +115,28 @@ def choose(pool: Pool, least: Needs | None, refused: Mapping[Candidate, str] = M
 
 
 def _find_plainest(pool: Pool, primary: Floats, kept: Integers) -> int:
-    """Return the best of some candidates: one that divides no model among ranks unless others are surely better.
+    """Return the best of some candidates: exact, and no model divided among ranks, unless others are surely better.
 
     Dividing it has costs that no number here is of (schedules, more kernels), and ends more things that can fail.
     """
     best = int(kept[int(np.argmin(primary[kept]))])
-    undivided = kept[[pool.needs[one].candidate.division.ranks_of_worker == 1 for one in kept]]
-    if len(undivided):
-        plain = int(undivided[int(np.argmin(primary[undivided]))])
-        spread = float(pool.ratio_spreads([best, plain])[0, 1])
-        if log(primary[plain] / primary[best]) <= QUANTILE * spread:
-            best, kept = plain, undivided
+    for is_plain in (_is_exact, _is_undivided):
+        plainer = kept[[is_plain(pool.needs[one].candidate) for one in kept]]
+        if len(plainer):
+            plain = int(plainer[int(np.argmin(primary[plainer]))])
+            spread = float(pool.ratio_spreads([best, plain])[0, 1])
+            if log(primary[plain] / primary[best]) <= QUANTILE * spread:
+                best, kept = plain, plainer
     alike = kept[primary[kept] <= primary[best] * _ALIKE]
     return int(min(alike, key=lambda one: (pool.needs[one].candidate.plainness, primary[one])))
+
+
+def _is_exact(candidate: Candidate) -> bool:
+    return candidate.way is None
+
+
+def _is_undivided(candidate: Candidate) -> bool:
+    return candidate.division.ranks_of_worker == 1
 
 
 def find_ties(pool: Pool, index: int, others: list[int]) -> list[int]:

@@ -164,6 +164,8 @@ def _judge(choice: Choice, priced: list[tuple[str, Needs]]) -> list[Neighbour]:
             verdict, reason = "other", describe_change(ratio)
             if choice.by != "step_s":
                 reason += f", but {_compare_objective(choice.by, objectives, number)}"
+        if needs.candidate.way is not None:
+            reason += f"; with {needs.candidate.steps_factor:.3g} times the steps to the same loss"
         if excess := describe_excess(choice.pool.problem, objectives[number]):
             reason += f"; it takes {excess}"
         found.append(Neighbour(needs.candidate, change, verdict, reason, ratio, term if ratio > 1 else ""))
@@ -201,10 +203,15 @@ def _list_steps_aside(problem: PlanProblem, candidate: Candidate) -> Iterator[tu
     for recompute in ("none", "selective", "full"):
         if recompute != candidate.recompute:
             yield f"{recompute.replace('none', 'no')} recomputation", replace(candidate, recompute=recompute)
-    if division.is_plain and candidate.bucket_bytes is None:
+    if division.is_plain and candidate.bucket_bytes is None and not has_host_devices:
         for offload in ("none", *OFFLOADS):
             if offload != candidate.offload:
                 yield f"offload {offload}", replace(candidate, offload=offload)
+    ways = [] if problem.inexact is None else problem.inexact.list_ways(division.num_workers)
+    for way in (None, *ways) if division.is_plain else ():
+        if way != candidate.way:
+            words = "every_step" if way is None else way.name
+            yield words, replace(candidate, way=way, bucket_bytes=None, offload="none")
     if division.is_plain and division.data > 1 and candidate.offload == "none" and not has_host_devices:
         for bucket_bytes in (None, *BUCKETS):
             if bucket_bytes != candidate.bucket_bytes:
@@ -243,8 +250,10 @@ def _divide(candidate: Candidate, division: Division) -> Candidate:
     """Return a candidate of another division, without what only replicas of a whole model have."""
     division = _tidy(division)
     if not division.is_plain:
-        return replace(candidate, division=division, offload="none", bucket_bytes=None)
-    return replace(candidate, division=division, bucket_bytes=candidate.bucket_bytes if division.data > 1 else None)
+        return replace(candidate, division=division, offload="none", bucket_bytes=None, way=None)
+    if division.data == 1:
+        return replace(candidate, division=division, bucket_bytes=None, way=None)
+    return replace(candidate, division=division)
 
 
 def _tidy(division: Division) -> Division:

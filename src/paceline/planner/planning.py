@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from math import exp
+from math import ceil, exp
 from typing import Any
 
 from paceline.errors import SettingsError
@@ -57,6 +57,12 @@ class Planned:
     neighbours: tuple[Neighbour, ...]
     num_pruned: int
     took_s: float
+
+    @property
+    def num_steps(self) -> int | None:
+        """Steps of the run with which the plan comes to the same loss; None: not known."""
+        steps = self.problem.num_steps
+        return None if steps is None else ceil(steps * self.candidate.steps_factor)
 
     @property
     def candidate(self) -> Candidate:
@@ -131,12 +137,12 @@ def _divide_model(candidate: Candidate) -> tuple[object, ...]:
         division.stages_per_rank,
         candidate.recompute,
     )
-    return parts if division.ranks_of_worker > 1 else (division.sharded, division.zero_stage)
+    return parts if division.ranks_of_worker > 1 else (division.sharded, division.zero_stage, candidate.way)
 
 
 def to_document(planned: Planned) -> dict[str, Any]:
     """Return all of a plan as JSON."""
-    choice, objectives = planned.choice, planned.choice.objectives
+    choice = planned.choice
     spreads = choice.pool.spreads(choice.front)
     return {
         "version": 1,
@@ -149,8 +155,8 @@ def to_document(planned: Planned) -> dict[str, Any]:
         "front": [
             {
                 **_describe(planned, one),
-                "step_s_low": float(objectives[one, 0] * exp(-1.645 * spread)),
-                "step_s_high": float(objectives[one, 0] * exp(1.645 * spread)),
+                "step_s_low": float(_step_s(choice, one) * exp(-1.645 * spread)),
+                "step_s_high": float(_step_s(choice, one) * exp(1.645 * spread)),
             }
             for one, spread in zip(choice.front, spreads.tolist(), strict=True)
         ],
@@ -163,6 +169,10 @@ def to_document(planned: Planned) -> dict[str, Any]:
             "took_s": planned.took_s,
         },
     }
+
+
+def _step_s(choice: Choice, index: int) -> float:
+    return float(choice.objectives[index, 0]) / choice.pool.needs[index].candidate.steps_factor
 
 
 def _write_row(planned: Planned) -> dict[str, Any] | None:
@@ -202,7 +212,9 @@ def _give_reasons(planned: Planned) -> dict[str, Any]:
 
 def _describe(planned: Planned, index: int) -> dict[str, Any]:
     needs = planned.choice.pool.needs[index]
-    step_s, money, energy_j, memory = planned.choice.objectives[index].tolist()
+    way, steps_factor = needs.candidate.way, needs.candidate.steps_factor
+    *of_progress, memory = planned.choice.objectives[index].tolist()
+    step_s, money, energy_j = (value / steps_factor for value in of_progress)
     machines = planned.problem.machines[needs.candidate.machines]
     return {
         "plan": needs.candidate.describe(),
@@ -210,6 +222,8 @@ def _describe(planned: Planned, index: int) -> dict[str, Any]:
         "num_ranks": needs.candidate.division.num_ranks,
         "num_hosts": needs.description.case.num_hosts,
         "overrides": needs.candidate.list_overrides(),
+        "steps_factor": steps_factor,
+        "steps_basis": None if way is None else way.describe_factor(),
         "step_s": step_s,
         "money": money if planned.problem.has_prices else None,
         "energy_j": energy_j or None,
@@ -227,13 +241,20 @@ def to_plan(planned: Planned, recipe: str | None, digest: str) -> Plan:
     return Plan(
         recipe=recipe,
         fingerprint=digest,
-        overrides=candidate.list_overrides(),
+        overrides=candidate.list_overrides() | _list_steps(planned),
         num_workers=candidate.division.num_workers,
         machines=PlannedMachines(name=machines.name, num_ranks=num_ranks, num_hosts=num_hosts, words=words),
         predicted=Forecast(**{name: answer[name] for name in Forecast.model_fields}),
         words=candidate.describe(),
         why=_give_reasons(planned),
     )
+
+
+def _list_steps(planned: Planned) -> dict[str, Any]:
+    """Return the settings with which a way that learns less in a step takes more of them."""
+    if planned.candidate.steps_factor == 1 or planned.num_steps is None:
+        return {}
+    return {"num_steps": planned.num_steps, "num_epochs": None}
 
 
 def describe_choice(planned: Planned) -> list[str]:
@@ -253,11 +274,13 @@ def describe_choice(planned: Planned) -> list[str]:
         + ", ".join(f"{describe_term(name)} {seconds / step_s:.0%}" for name, seconds in ordered[1:4]),
     ]
     if planned.problem.num_steps is not None:
-        lines.append(_describe_run(planned, planned.problem.num_steps))
+        lines.append(_describe_run(planned, planned.num_steps or 1))
         if answer["energy_j"]:
             lines.append(f"carbon: {planned.problem.site.describe_carbon()}")
     if machines.price_words:
         lines.append(f"price: {machines.price_words}")
+    if (way := planned.candidate.way) is not None:
+        lines.append(f"steps: {way.describe_factor()}")
     if machines.cap_w is not None:
         lines.append(
             f"power: each device limited to {machines.cap_w:g} W, which training does not set: on each host of NVIDIA "

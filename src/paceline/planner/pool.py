@@ -79,7 +79,7 @@ class Pool:
         needs: Candidates with what they need.
         batch: Numbers of their steps.
         features: Sizes and choices by which steps are alike.
-        terms: Seconds of each term of each step.
+        terms: Seconds of each term of each step, times the steps that its way takes to the same loss.
     """
 
     problem: PlanProblem
@@ -91,7 +91,7 @@ class Pool:
 
     @property
     def step_s(self) -> Floats:
-        """Seconds of a step of each."""
+        """Seconds in which each comes as far as a step of exact ways does."""
         return np.asarray(self.terms.sum(axis=1))
 
     @cached_property
@@ -122,12 +122,14 @@ class Pool:
         """Return the same candidates on machines some of whose numbers are multiplied."""
         columns = {name: values * changes.get(name, 1.0) for name, values in self.batch.columns.items()}
         batch = replace(self.batch, columns=columns)
-        return replace(self, batch=batch, terms=self.posterior.estimate(batch, self.features))
+        terms = self.posterior.estimate(batch, self.features) * _count_steps(self.needs)
+        return replace(self, batch=batch, terms=terms)
 
     def spreads(self, chosen: Sequence[int]) -> Floats:
-        """Return the standard deviation of the logarithm of a step of some."""
+        """Return the standard deviation of the logarithm of some of `step_s`."""
         part = self.take(chosen)
-        return part.posterior.predict(part.batch, part.features).log_spreads
+        steps = np.array([0.0 if one.candidate.way is None else one.candidate.way.log_spread for one in part.needs])
+        return np.asarray(np.hypot(part.posterior.predict(part.batch, part.features).log_spreads, steps))
 
     def ratio_spreads(self, chosen: Sequence[int]) -> Floats:
         """Return the standard deviation of the logarithm of the ratio of steps of some, each with each.
@@ -137,7 +139,12 @@ class Pool:
         part = self.take(chosen)
         joint = part.posterior.covary(part.batch, part.features)
         own = np.diag(joint)
-        return np.sqrt(np.maximum(own[:, None] + own[None, :] - 2 * joint, 0.0))
+        ways = [one.candidate.way for one in part.needs]
+        steps = np.array([0.0 if way is None else way.log_spread**2 for way in ways])
+        differ = np.array([[one is not other for other in ways] for one in ways])
+        # How many steps a way takes is the same of all its candidates.
+        of_steps = (steps[:, None] + steps[None, :]) * differ
+        return np.asarray(np.sqrt(np.maximum(own[:, None] + own[None, :] - 2 * joint, 0.0) + of_steps))
 
     def take(self, chosen: Sequence[int]) -> "Pool":
         """Return some of the candidates, priced the same."""
@@ -148,7 +155,13 @@ def price_needs(problem: PlanProblem, posterior: Posterior, needs: Sequence[Need
     """Return candidates, priced."""
     descriptions = [one.description for one in needs]
     batch, features = make_batch(descriptions), Features(descriptions)
-    return Pool(problem, posterior, tuple(needs), batch, features, posterior.estimate(batch, features))
+    terms = posterior.estimate(batch, features) * _count_steps(needs)
+    return Pool(problem, posterior, tuple(needs), batch, features, terms)
+
+
+def _count_steps(needs: Sequence[Needs]) -> Floats:
+    """Return the steps that each takes to the same loss, to those of exact ways, shape (candidates, 1)."""
+    return np.array([[one.candidate.steps_factor] for one in needs]).reshape(-1, 1)
 
 
 def make_pool(

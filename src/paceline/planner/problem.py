@@ -8,6 +8,7 @@ from math import ceil
 from paceline.errors import SettingsError
 from paceline.parallel.pipeline.orders import OrderName
 from paceline.planner.candidate import Candidate, Machines
+from paceline.planner.inexact import Inexact
 from paceline.simulator.training import Row, StepCase, make_case
 from paceline.simulator.training.contract import LayoutRow, Order, PipelineRow
 from paceline.simulator.training.description import describe
@@ -59,6 +60,7 @@ class PlanProblem:
         num_steps: Steps of the run; None: not known.
         limits: Limits of the run.
         site: Place of the machines, whose electricity has carbon.
+        inexact: Ways that change what is learnt; None: exact ones alone.
     """
 
     row: Row
@@ -68,6 +70,7 @@ class PlanProblem:
     num_steps: int | None = None
     limits: Limits = field(default_factory=Limits)
     site: Site = field(default_factory=Site)
+    inexact: Inexact | None = None
 
     def __post_init__(self) -> None:
         """Refuse limits that cannot be judged."""
@@ -158,6 +161,9 @@ class PlanProblem:
 
     def _find_exchange(self, candidate: Candidate) -> GradientExchange:
         """Return what replicas exchange, beside what is usual."""
+        if candidate.way is not None:
+            assert self.inexact is not None
+            return self.inexact.exchange(candidate.way, candidate.division.num_workers)
         if candidate.bucket_bytes is None:
             return USUAL
         usual, number = (
@@ -178,8 +184,8 @@ class PlanProblem:
         return -(-self.global_batch // candidate.division.num_workers)
 
     def has_row(self, candidate: Candidate) -> bool:
-        """Return whether rows of the contract can say all of a candidate: they know neither offloading nor buckets."""
-        return candidate.offload == "none" and candidate.bucket_bytes is None
+        """Return whether rows of the contract can say all of a candidate: no offloading, buckets or codecs."""
+        return candidate.offload == "none" and candidate.bucket_bytes is None and candidate.way is None
 
     def row_of(self, candidate: Candidate) -> Row:
         """Return the step of a candidate as a row of the contract, whose answer is what is planned with."""

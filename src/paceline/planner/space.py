@@ -53,12 +53,25 @@ class Legality:
             return reason
         if division not in self._divisions:
             self._divisions[division] = self._refuse_division(division)
-        return self._divisions[division] or self._refuse_micro_batches(candidate)
+        return self._divisions[division] or self._refuse_way(candidate) or self._refuse_micro_batches(candidate)
 
     def _refuse_offload(self, candidate: Candidate) -> str:
         if self._problem.machines[candidate.machines].has_host_devices:
             return "memory.offload must be none on CPUs, whose memory is where it would go"
         return "" if candidate.division.is_plain else "memory.offload is planned for replicas of a whole model alone"
+
+    def _refuse_way(self, candidate: Candidate) -> str:
+        way, division, inexact = candidate.way, candidate.division, self._problem.inexact
+        if way is None:
+            return ""
+        if not division.is_plain:
+            return f"{way.name} is planned for replicas of a whole model alone"
+        if inexact is None or way not in inexact.list_ways(division.num_workers):
+            return (
+                f"{way.name} is planned for 2 to {way.most_workers} workers, near what it was measured with, but got "
+                f"{division.num_workers}; take another rule"
+            )
+        return ""
 
     def _refuse_division(self, division: Division) -> str:
         try:
@@ -126,8 +139,11 @@ def _list_candidates(problem: PlanProblem, machines: int, num_ranks: int) -> Ite
 
 
 def _list_variants(problem: PlanProblem, plain: Candidate) -> Iterator[Candidate]:
-    """Yield a candidate, and what is the same but for what waits in hosts' memory, or for its buckets."""
+    """Yield a candidate, and what is the same but for its rule and codec, offloading, or buckets."""
     yield plain
+    ways = [] if problem.inexact is None else problem.inexact.list_ways(plain.division.num_workers)
+    for way in ways if plain.division.is_plain else ():
+        yield replace(plain, way=way)
     if not plain.division.is_plain or problem.machines[plain.machines].has_host_devices:
         return
     for offload in OFFLOADS:
