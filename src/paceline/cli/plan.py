@@ -30,6 +30,7 @@ def plan(
     memory: options.Memory = None,
     cap: options.Cap = None,
     allow: options.Allow = None,
+    measure: options.Measure = None,
     price: options.Price = None,
     prices: options.Prices = None,
     profile: options.Profile = None,
@@ -63,6 +64,7 @@ def plan(
     )
     profiled = None if profile is None else _read_profile(profile, recipe, cluster)
     clusters = _read_clusters(cluster) if profiled is None else [("the profiled machine", profiled.cluster)]
+    _check_measure(measure, cluster, profiled)
     machines = list_machines(clusters, num_ranks, memory, price or [], prices, cap or ())
     if (recipe is None) == (model is None):
         found = "neither" if recipe is None else "both"
@@ -73,8 +75,8 @@ def plan(
             raise SettingsError(
                 f"overrides must be of a recipe, but got --{overrides[0][0]} with --model; put it into --model or --row"
             )
-        if allow is not None:
-            raise SettingsError("--allow inexact must go with a recipe, but got --model; leave it out")
+        if allow is not None or measure is not None:
+            raise SettingsError("--allow and --measure must go with a recipe, but got --model; leave them out")
         assert model is not None
         planned = _plan_shape(
             _read_json(model, "--model"), fields, machines, global_batch, num_steps, limits, site, calibrate
@@ -87,7 +89,7 @@ def plan(
         overrides += [(name, str(value)) for name, value in given.items() if value is not None]
         measured = _read_measured(calibrate)
         recipe, planned, digest = plan_recipe(
-            recipe, overrides, fields, machines, limits, site, measured, profiled, allows_inexact=allow is not None
+            recipe, overrides, fields, machines, limits, site, measured, profiled, allow is not None, measure or 0
         )
     _print(planned)
     _write(planned, recipe, digest, out, json_file)
@@ -130,6 +132,17 @@ def _read_profile(path: Path, recipe: str | None, cluster: list[str] | None) -> 
         found = "--cluster" if cluster else "--model"
         raise SettingsError(f"--profile must go with a recipe alone, which it is of, but got {found}; leave it out")
     return read_profile(path)
+
+
+def _check_measure(measure: int | None, cluster: list[str] | None, profiled: Any) -> None:
+    """Refuse to measure on machines that are not here."""
+    from paceline.topology import Loopback
+
+    found = "--cluster" if cluster else ""
+    if profiled is not None and not isinstance(profiled.cluster, Loopback):
+        found = "a profile of several hosts"
+    if measure is not None and found:
+        raise SettingsError(f"--measure must be of this machine, but got {found}; leave one out")
 
 
 def _read_clusters(names: list[str] | None) -> list[tuple[str, Any]]:

@@ -38,6 +38,10 @@ Cap = Annotated[
     list[str] | None,
     typer.Option(help="Limit of each device's power to consider beside none: 500W; may be given again."),
 ]
+Measure = Annotated[
+    int | None,
+    typer.Option(help="Train the best so many on this machine for seconds each, and choose by that.", min=1),
+]
 Memory = Annotated[str | None, typer.Option(help="Memory of a rank: 16GB. [default: the device's]")]
 Price = Annotated[list[str] | None, typer.Option(help="Price of a host and hour: 98.32, or CLUSTER=98.32 for each.")]
 Prices = Annotated[str | None, typer.Option(help="CSV file of prices of instance types. [default: shipped examples]")]

@@ -7,11 +7,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from paceline.cli.overrides import apply_overrides
+from paceline.cli.plan_measure import make_measure
 from paceline.cli.prepare import absolute_recipe, make_run
 from paceline.compression import NoCodec
 from paceline.errors import PacelineError, SettingsError
 from paceline.planner.candidate import Candidate, Division, Machines
 from paceline.planner.inexact import Inexact
+from paceline.planner.measured import measure_best
 from paceline.planner.plan_file import fingerprint, to_text
 from paceline.planner.planning import Planned, Trial, make_plan
 from paceline.planner.problem import Limits, PlanProblem
@@ -48,8 +50,8 @@ def plan_recipe(
     site: Site,
     measured: list[Row],
     profile: Profile | None = None,
-    *,
     allows_inexact: bool = False,
+    num_measured: int = 0,
 ) -> tuple[str, Planned, str]:
     """Plan a recipe.
 
@@ -63,6 +65,7 @@ def plan_recipe(
         measured: Measured rows, which correct the prices.
         profile: Profile of the recipe on the machines.
         allows_inexact: Whether ways that change what is learnt compete too.
+        num_measured: Number of best candidates that are trained on this machine for seconds, to choose by that.
 
     Returns:
         The recipe with its whole path, the plan, and the digest of what it leaves as it is.
@@ -91,7 +94,11 @@ def plan_recipe(
     problem = PlanProblem(row, run.global_batch, machines, (run.precision,), num_steps, limits, site, inexact)
     if profile is not None:
         measured = [*measured, *list_profiled(problem, profile)]
-    planned = make_plan(problem, find_posterior(measured), _make_trial(run, splits), profile)
+    trial = _make_trial(run, splits)
+    planned = make_plan(problem, find_posterior(measured), trial, profile)
+    if num_measured:
+        measure = make_measure(absolute_recipe(recipe), overrides, run)
+        planned = measure_best(planned, num_measured, trial, measure, profile)
     chosen = apply_candidate(run, planned.candidate)
     return absolute_recipe(recipe), planned, fingerprint(chosen)
 

@@ -40,6 +40,7 @@ class Choice:
         ties: Indices of those whose time differs from the choice's by less than is known.
         by: Objective that it is best in.
         refused: Candidates that only the model itself showed to be refused, each with the reason.
+        kept: Indices of all that fit, keep the limits and are not refused.
     """
 
     pool: Pool
@@ -51,6 +52,7 @@ class Choice:
     ties: tuple[int, ...]
     by: str
     refused: Mapping[Candidate, str]
+    kept: tuple[int, ...] = ()
 
     @property
     def shown(self) -> list[int]:
@@ -111,7 +113,7 @@ def choose(pool: Pool, least: Needs | None, refused: Mapping[Candidate, str] = M
     ties = tuple(one for one in find_ties(pool, index, near) if one != index)
     best = int(kept[int(np.argmin(objectives[kept, _COLUMNS.index(by)]))])
     is_unsure = bool(find_ties(pool, index, [best]))
-    return Choice(pool, objectives, index, best, is_unsure, tuple(ordered), ties, by, refused)
+    return Choice(pool, objectives, index, best, is_unsure, tuple(ordered), ties, by, refused, tuple(kept.tolist()))
 
 
 def _find_plainest(pool: Pool, primary: Floats, kept: Integers) -> int:

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from math import ceil, exp
 from typing import Any
 
@@ -35,6 +35,36 @@ _MOST_TRIALS = 200
 
 
 @dataclass(frozen=True)
+class MeasuredSteps:
+    """Steps of a candidate that was run, beside what was predicted of them.
+
+    Args:
+        words: The candidate.
+        steps_factor: Steps to the same loss, to those of exact ways.
+        predicted_s: Time of a step that was predicted.
+        rounds_s: Time of a step in each round.
+        error: Reason why it could not be run; empty if it could.
+        is_chosen: Whether the plan takes it.
+    """
+
+    words: str
+    steps_factor: float
+    predicted_s: float
+    rounds_s: tuple[float, ...]
+    error: str
+    is_chosen: bool = False
+
+    def describe(self) -> str:
+        """Return it in words."""
+        if self.error:
+            return f"{self.words}: not measured: {self.error}"
+        times = " and ".join(f"{time:.4g}" for time in self.rounds_s)
+        steps = f" x {self.steps_factor:.3g} steps" if self.steps_factor != 1 else ""
+        chosen = "; chosen" if self.is_chosen else ""
+        return f"{self.words}: {times} s{steps}, predicted {self.predicted_s:.4g} s{chosen}"
+
+
+@dataclass(frozen=True)
 class Planned:
     """A plan with its reasons.
 
@@ -47,6 +77,7 @@ class Planned:
         neighbours: Candidates that differ from it in one thing.
         num_pruned: Candidates that do not fit by far.
         took_s: Seconds that planning took.
+        measured: Candidates that were run, the choice by estimate first.
     """
 
     problem: PlanProblem
@@ -57,6 +88,12 @@ class Planned:
     neighbours: tuple[Neighbour, ...]
     num_pruned: int
     took_s: float
+    measured: tuple[MeasuredSteps, ...] = ()
+
+    @property
+    def better(self) -> str:
+        """What is better by estimate than a plainer choice, in words; empty if it was chosen by measurement."""
+        return "" if self.measured else self.choice.describe_better()
 
     @property
     def num_steps(self) -> int | None:
@@ -103,9 +140,7 @@ def make_plan(
         if len(tried) > _MOST_TRIALS:
             first = next(iter(refused.values()), "")
             raise SettingsError(f"training must take one of the best plans, but refuses {len(tried)} of them: {first}")
-    answer = answer_described([choice.needs.description], posterior)[0]
-    if profile is not None:
-        answer = apply_profile(answer, choice.needs.description.case, profile)
+    answer = answer_candidate(choice, profile)
     return Planned(
         problem,
         space,
@@ -116,6 +151,12 @@ def make_plan(
         len(space.candidates) - len(pool.needs),
         time.perf_counter() - began_s,
     )
+
+
+def answer_candidate(choice: Choice, profile: Profile | None) -> dict[str, Any]:
+    """Return the answer to the chosen step, as in the contract, with the times of a profile where it tells them."""
+    answer = answer_described([choice.needs.description], choice.pool.posterior)[0]
+    return answer if profile is None else apply_profile(answer, choice.needs.description.case, profile)
 
 
 def _refuse_alike(pool: Pool, candidate: Candidate, reason: str) -> dict[Candidate, str]:
@@ -185,7 +226,8 @@ def _give_reasons(planned: Planned) -> dict[str, Any]:
     """Return why the choice is the choice, as JSON."""
     choice = planned.choice
     return {
-        "better": choice.describe_better() or None,
+        "better": planned.better or None,
+        "measured": [asdict(one) for one in planned.measured],
         "ties": [choice.pool.needs[one].candidate.describe() for one in choice.ties],
         "what_if": [
             {
@@ -286,8 +328,9 @@ def describe_choice(planned: Planned) -> list[str]:
             f"power: each device limited to {machines.cap_w:g} W, which training does not set: on each host of NVIDIA "
             f"GPUs, nvidia-smi --power-limit={machines.cap_w:g}"
         )
-    if better := planned.choice.describe_better():
-        lines.append(better)
+    if planned.better:
+        lines.append(planned.better)
+    lines += [f"measured: {one.describe()}" for one in planned.measured]
     if planned.choice.ties:
         lines.append(
             f"ties with {len(planned.choice.ties)} of the nearest candidates: the difference is less than is known"
