@@ -28,6 +28,9 @@ def plan(
     carbon: options.Carbon = None,
     zone: options.Zone = "world",
     memory: options.Memory = None,
+    cap: options.Cap = None,
+    allow: options.Allow = None,
+    measure: options.Measure = None,
     price: options.Price = None,
     prices: options.Prices = None,
     profile: options.Profile = None,
@@ -37,7 +40,8 @@ def plan(
 ) -> None:
     """Plan a training: which layout, micro-batches, recomputation and ranks, how long, at what cost, and why.
 
-    All ways that `paceline train` would not refuse are priced. Only ways that train the same model are considered.
+    All ways that `paceline train` would not refuse are priced: those that train the same model, and with --allow
+    inexact also codecs and rules whose loss was measured.
     Every setting of the recipe can be overridden, as for `paceline train`.
 
     `paceline plan mine.py:run --cluster dgx_h100 --num_ranks 64 --within 8h`, then
@@ -60,7 +64,8 @@ def plan(
     )
     profiled = None if profile is None else _read_profile(profile, recipe, cluster)
     clusters = _read_clusters(cluster) if profiled is None else [("the profiled machine", profiled.cluster)]
-    machines = list_machines(clusters, num_ranks, memory, price or [], prices)
+    _check_measure(measure, cluster, profiled)
+    machines = list_machines(clusters, num_ranks, memory, price or [], prices, cap or ())
     if (recipe is None) == (model is None):
         found = "neither" if recipe is None else "both"
         raise SettingsError(f"either a recipe or --model must be given, but got {found}; give one")
@@ -70,6 +75,8 @@ def plan(
             raise SettingsError(
                 f"overrides must be of a recipe, but got --{overrides[0][0]} with --model; put it into --model or --row"
             )
+        if allow is not None or measure is not None:
+            raise SettingsError("--allow and --measure must go with a recipe, but got --model; leave them out")
         assert model is not None
         planned = _plan_shape(
             _read_json(model, "--model"), fields, machines, global_batch, num_steps, limits, site, calibrate
@@ -80,8 +87,9 @@ def plan(
 
         given = {"global_batch": global_batch, "num_steps": num_steps}
         overrides += [(name, str(value)) for name, value in given.items() if value is not None]
+        measured = _read_measured(calibrate)
         recipe, planned, digest = plan_recipe(
-            recipe, overrides, fields, machines, limits, site, _read_measured(calibrate), profiled
+            recipe, overrides, fields, machines, limits, site, measured, profiled, allow is not None, measure or 0
         )
     _print(planned)
     _write(planned, recipe, digest, out, json_file)
@@ -124,6 +132,17 @@ def _read_profile(path: Path, recipe: str | None, cluster: list[str] | None) -> 
         found = "--cluster" if cluster else "--model"
         raise SettingsError(f"--profile must go with a recipe alone, which it is of, but got {found}; leave it out")
     return read_profile(path)
+
+
+def _check_measure(measure: int | None, cluster: list[str] | None, profiled: Any) -> None:
+    """Refuse to measure on machines that are not here."""
+    from paceline.topology import Loopback
+
+    found = "--cluster" if cluster else ""
+    if profiled is not None and not isinstance(profiled.cluster, Loopback):
+        found = "a profile of several hosts"
+    if measure is not None and found:
+        raise SettingsError(f"--measure must be of this machine, but got {found}; leave one out")
 
 
 def _read_clusters(names: list[str] | None) -> list[tuple[str, Any]]:
@@ -188,10 +207,11 @@ def _print(planned: "Planned") -> None:
     for neighbour in planned.neighbours:
         typer.echo(f"  {neighbour.change}: {neighbour.reason}")
     typer.echo("\nnothing that was searched is better in time, money, energy and memory at once than each of these:")
+    inexact = planned.problem.inexact
     names = (
         "plan",
         "machines",
-        "step, s",
+        "step, s" if inexact is None else "step x steps to the same loss, s",
         *([f"{planned.problem.currency} an hour"] if planned.problem.has_prices else []),
         "kJ",
         "GB a rank",
@@ -209,6 +229,8 @@ def _print(planned: "Planned") -> None:
         f"{searched.num_refused + len(choice.refused):,} others, {planned.num_pruned:,} do not fit by far; front of "
         f"{len(choice.front)}{more}" + (f"; not searched: {left}" if left else "")
     )
+    for line in [] if inexact is None else inexact.describe_left_out():
+        typer.echo(line)
     if assumed := planned.answer["assumed"]:
         typer.echo(f"basis: {planned.answer['basis']}; assumed: {', '.join(assumed)}")
 

@@ -1,7 +1,7 @@
 """Options of `paceline plan`."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -30,6 +30,18 @@ Budget = Annotated[str | None, typer.Option(help="Most money for the run, in the
 Energy = Annotated[str | None, typer.Option(help="Most energy of the run: 20kWh.")]
 Carbon = Annotated[str | None, typer.Option(help="Most carbon of the run, in CO2e: 2kg.")]
 Zone = Annotated[str, typer.Option(help="Zone of the grid, for carbon: see `paceline prices`.")]
+Allow = Annotated[
+    Literal["inexact"] | None,
+    typer.Option(help="inexact: codecs and relaxed rules too, by measured steps to the same loss."),
+]
+Cap = Annotated[
+    list[str] | None,
+    typer.Option(help="Limit of each device's power to consider beside none: 500W; may be given again."),
+]
+Measure = Annotated[
+    int | None,
+    typer.Option(help="Train the best so many on this machine for seconds each, and choose by that.", min=1),
+]
 Memory = Annotated[str | None, typer.Option(help="Memory of a rank: 16GB. [default: the device's]")]
 Price = Annotated[list[str] | None, typer.Option(help="Price of a host and hour: 98.32, or CLUSTER=98.32 for each.")]
 Prices = Annotated[str | None, typer.Option(help="CSV file of prices of instance types. [default: shipped examples]")]

@@ -7,15 +7,19 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from paceline.cli.overrides import apply_overrides
+from paceline.cli.plan_measure import make_measure
 from paceline.cli.prepare import absolute_recipe, make_run
 from paceline.compression import NoCodec
 from paceline.errors import PacelineError, SettingsError
 from paceline.planner.candidate import Candidate, Division, Machines
+from paceline.planner.inexact import Inexact
+from paceline.planner.measured import measure_best
 from paceline.planner.plan_file import fingerprint, to_text
 from paceline.planner.planning import Planned, Trial, make_plan
 from paceline.planner.problem import Limits, PlanProblem
 from paceline.planner.profiled_steps import list_profiled
 from paceline.planner.workload import trace_workload
+from paceline.replica.coded_steps import refuse_steps
 from paceline.simulator.training import Row
 from paceline.simulator.training.answers import find_posterior
 from paceline.simulator.training.case import OPTIMIZERS
@@ -23,9 +27,10 @@ from paceline.simulator.training.contract import read_row
 from paceline.simulator.training.profile import Profile
 from paceline.sync import EveryStep
 from paceline.topology import Site
+from paceline.topology.layout import Layout
 from paceline.training.compiling import NO_COMPILER
 from paceline.training.layout_rehearsal import estimate_layout
-from paceline.training.rehearsal import RehearsalError, check_workers, choose_blocks, guarded
+from paceline.training.rehearsal import RehearsalError, check_workers, choose_blocks, find_outline, guarded
 
 if TYPE_CHECKING:
     from paceline.data.base import Splits
@@ -45,6 +50,8 @@ def plan_recipe(
     site: Site,
     measured: list[Row],
     profile: Profile | None = None,
+    allows_inexact: bool = False,
+    num_measured: int = 0,
 ) -> tuple[str, Planned, str]:
     """Plan a recipe.
 
@@ -57,6 +64,8 @@ def plan_recipe(
         site: Place of the machines.
         measured: Measured rows, which correct the prices.
         profile: Profile of the recipe on the machines.
+        allows_inexact: Whether ways that change what is learnt compete too.
+        num_measured: Number of best candidates that are trained on this machine for seconds, to choose by that.
 
     Returns:
         The recipe with its whole path, the plan, and the digest of what it leaves as it is.
@@ -80,12 +89,25 @@ def plan_recipe(
         },
         "--row",
     )
-    problem = PlanProblem(row, run.global_batch, machines, (run.precision,), run.count_steps(splits), limits, site)
+    num_steps = run.count_steps(splits)
+    inexact = _list_inexact(run, splits, num_steps) if allows_inexact else None
+    problem = PlanProblem(row, run.global_batch, machines, (run.precision,), num_steps, limits, site, inexact)
     if profile is not None:
         measured = [*measured, *list_profiled(problem, profile)]
-    planned = make_plan(problem, find_posterior(measured), _make_trial(run, splits), profile)
+    trial = _make_trial(run, splits)
+    planned = make_plan(problem, find_posterior(measured), trial, profile)
+    if num_measured:
+        measure = make_measure(absolute_recipe(recipe), overrides, run)
+        planned = measure_best(planned, num_measured, trial, measure, profile)
     chosen = apply_candidate(run, planned.candidate)
     return absolute_recipe(recipe), planned, fingerprint(chosen)
+
+
+def _list_inexact(run: "Run", splits: "Splits", num_steps: int) -> Inexact:
+    """Return the ways that a run may take although they change what is learnt."""
+    parameters = {name: one for name, one in find_outline(run, splits).named_parameters() if one.requires_grad}
+    refused = refuse_steps(parameters, run.precision, run.landing, Layout())
+    return Inexact(tuple(one.shape for one in parameters.values()), run.optimizer.name, num_steps, refused)
 
 
 def apply_candidate(run: "Run", candidate: Candidate) -> "Run":

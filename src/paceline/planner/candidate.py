@@ -6,10 +6,13 @@ from typing import Any, Literal, cast
 
 from paceline.parallel.pipeline.orders import OrderName
 from paceline.parallel.pipeline.settings import PipelineSettings
+from paceline.planner.inexact import Way
 from paceline.topology import Cluster
 from paceline.topology.layout import Layout
 
 Recompute = Literal["none", "selective", "full"]
+Offload = Literal["none", "activations", "optimizer", "both"]
+_OFFLOADED = {"activations": "activations", "optimizer": "optimizer", "both": "activations and optimizer"}
 
 
 @dataclass(frozen=True)
@@ -24,6 +27,7 @@ class Machines:
         price_per_hour: Price of a host and hour; None: not known.
         price_words: The price with its unit and origin.
         currency: Currency of the price; empty: not known.
+        cap_w: Limit of a device's power that is to be set for the plan; None: as it is.
     """
 
     name: str
@@ -33,6 +37,12 @@ class Machines:
     price_per_hour: float | None = None
     price_words: str = ""
     currency: str = ""
+    cap_w: float | None = None
+
+    @property
+    def has_host_devices(self) -> bool:
+        """Whether processors of hosts compute, beside which there is no other memory to offload to."""
+        return self.cluster.device is not None and self.cluster.device.is_host
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +85,11 @@ class Division:
         return self.context * self.tensor * self.pipeline
 
     @property
+    def is_plain(self) -> bool:
+        """Whether each rank has a whole model."""
+        return self.data == self.num_ranks
+
+    @property
     def settings(self) -> tuple[Layout, PipelineSettings]:
         """The same as settings of training, without the number of micro-batches."""
         return _make_settings(self)
@@ -110,6 +125,9 @@ class Candidate:
         num_micro_batches: Micro-batches of a worker's samples in a step.
         recompute: Activations that backward computes again.
         precision: Precision of the forward pass.
+        offload: State that waits in the host's memory.
+        bucket_bytes: Size of the buckets of gradients; None: the run's own.
+        way: Rule and codec that change what is learnt; None: gradients are averaged in every step.
     """
 
     machines: int
@@ -117,6 +135,9 @@ class Candidate:
     num_micro_batches: int
     recompute: Recompute
     precision: str
+    offload: Offload = "none"
+    bucket_bytes: int | None = None
+    way: Way | None = None
 
     def list_overrides(self) -> dict[str, Any]:
         """Return the settings of a run that make it train so, by dotted path."""
@@ -131,8 +152,18 @@ class Candidate:
             overrides["pipeline.stages_per_rank"] = division.stages_per_rank
             overrides["pipeline.num_micro_batches"] = self.num_micro_batches
         overrides["memory.recompute"] = self.recompute
+        overrides["memory.offload"] = self.offload
         overrides["precision"] = self.precision
+        if self.bucket_bytes is not None:
+            overrides["bucket_bytes"] = self.bucket_bytes
+        if self.way is not None:
+            overrides |= dict(self.way.settings)
         return overrides
+
+    @property
+    def steps_factor(self) -> float:
+        """Steps to the same loss, to those of exact ways."""
+        return 1.0 if self.way is None else self.way.steps_factor
 
     @property
     def plainness(self) -> tuple[int, ...]:
@@ -140,12 +171,15 @@ class Candidate:
         division = self.division
         is_plain_order = division.order == "1f1b"
         return (
+            0 if self.way is None else 1,
             len(division.axes),
             division.tensor * division.context * division.pipeline,
+            ("none", "optimizer", "activations", "both").index(self.offload),
             ("none", "selective", "full").index(self.recompute),
             self.num_micro_batches,
             0 if is_plain_order else 1,
             division.sharded,
+            0 if self.bucket_bytes is None else 1,
         )
 
     def describe(self) -> str:
@@ -162,7 +196,13 @@ class Candidate:
         parts.append(f"{many} micro-batch{'es' * (many > 1)}")
         if self.recompute != "none":
             parts.append(f"{self.recompute} recomputation")
+        if self.offload != "none":
+            parts.append(f"{_OFFLOADED[self.offload]} offloaded")
+        if self.bucket_bytes is not None:
+            parts.append(f"buckets of {self.bucket_bytes / 2**20:g} MiB")
         parts.append(self.precision)
+        if self.way is not None:
+            parts.append(self.way.name)
         return ", ".join(parts)
 
 

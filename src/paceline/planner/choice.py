@@ -40,6 +40,7 @@ class Choice:
         ties: Indices of those whose time differs from the choice's by less than is known.
         by: Objective that it is best in.
         refused: Candidates that only the model itself showed to be refused, each with the reason.
+        kept: Indices of all that fit, keep the limits and are not refused.
     """
 
     pool: Pool
@@ -51,6 +52,7 @@ class Choice:
     ties: tuple[int, ...]
     by: str
     refused: Mapping[Candidate, str]
+    kept: tuple[int, ...] = ()
 
     @property
     def shown(self) -> list[int]:
@@ -111,23 +113,32 @@ def choose(pool: Pool, least: Needs | None, refused: Mapping[Candidate, str] = M
     ties = tuple(one for one in find_ties(pool, index, near) if one != index)
     best = int(kept[int(np.argmin(objectives[kept, _COLUMNS.index(by)]))])
     is_unsure = bool(find_ties(pool, index, [best]))
-    return Choice(pool, objectives, index, best, is_unsure, tuple(ordered), ties, by, refused)
+    return Choice(pool, objectives, index, best, is_unsure, tuple(ordered), ties, by, refused, tuple(kept.tolist()))
 
 
 def _find_plainest(pool: Pool, primary: Floats, kept: Integers) -> int:
-    """Return the best of some candidates: one that divides no model among ranks unless others are surely better.
+    """Return the best of some candidates: exact, and no model divided among ranks, unless others are surely better.
 
     Dividing it has costs that no number here is of (schedules, more kernels), and ends more things that can fail.
     """
     best = int(kept[int(np.argmin(primary[kept]))])
-    undivided = kept[[pool.needs[one].candidate.division.ranks_of_worker == 1 for one in kept]]
-    if len(undivided):
-        plain = int(undivided[int(np.argmin(primary[undivided]))])
-        spread = float(pool.ratio_spreads([best, plain])[0, 1])
-        if log(primary[plain] / primary[best]) <= QUANTILE * spread:
-            best, kept = plain, undivided
+    for is_plain in (_is_exact, _is_undivided):
+        plainer = kept[[is_plain(pool.needs[one].candidate) for one in kept]]
+        if len(plainer):
+            plain = int(plainer[int(np.argmin(primary[plainer]))])
+            spread = float(pool.ratio_spreads([best, plain])[0, 1])
+            if log(primary[plain] / primary[best]) <= QUANTILE * spread:
+                best, kept = plain, plainer
     alike = kept[primary[kept] <= primary[best] * _ALIKE]
     return int(min(alike, key=lambda one: (pool.needs[one].candidate.plainness, primary[one])))
+
+
+def _is_exact(candidate: Candidate) -> bool:
+    return candidate.way is None
+
+
+def _is_undivided(candidate: Candidate) -> bool:
+    return candidate.division.ranks_of_worker == 1
 
 
 def find_ties(pool: Pool, index: int, others: list[int]) -> list[int]:

@@ -11,7 +11,8 @@ from paceline.parallel.pipeline.orders import OrderName
 from paceline.planner.candidate import Candidate, Division
 from paceline.planner.choice import Choice, describe_excess
 from paceline.planner.pool import MEMORY_HIGH, MORE_MEMORY, OBJECTIVES, Needs, Pool, find_needs, price_needs
-from paceline.planner.space import Legality
+from paceline.planner.problem import PlanProblem
+from paceline.planner.space import BUCKETS, OFFLOADS, Legality
 from paceline.simulator.training.answers import QUANTILE
 from paceline.simulator.training.memory import estimate_memory
 from paceline.simulator.training.price import TERMS
@@ -29,7 +30,7 @@ _WORDS = {
     "launch": "starting kernels", "tensor": "exchanges of tensor ranks", "context": "exchanges of context ranks",
     "pipeline": "messages between stages", "bubble": "the pipeline's bubble", "sharded": "gathering shards",
     "data": "exchange of gradients", "slowdown": "computing slowed by exchanges", "optimizer": "the optimizer",
-    "straggler": "waiting for the slowest rank",
+    "coding": "codecs", "offload": "waiting for the host's memory", "straggler": "waiting for the slowest rank",
 }  # fmt: skip
 """Terms of a step in words."""
 
@@ -125,7 +126,7 @@ def list_neighbours(choice: Choice) -> list[Neighbour]:
     legality = Legality(pool.problem)
     found: list[Neighbour] = []
     priced: list[tuple[str, Needs]] = []
-    for change, candidate in _list_steps_aside(chosen.candidate, len(pool.problem.machines)):
+    for change, candidate in _list_steps_aside(pool.problem, chosen.candidate):
         if refusal := legality.find_refusal(candidate) or choice.refused.get(candidate):
             found.append(Neighbour(candidate, change, "refused", f"training refuses it: {refusal}"))
             continue
@@ -163,6 +164,8 @@ def _judge(choice: Choice, priced: list[tuple[str, Needs]]) -> list[Neighbour]:
             verdict, reason = "other", describe_change(ratio)
             if choice.by != "step_s":
                 reason += f", but {_compare_objective(choice.by, objectives, number)}"
+        if needs.candidate.way is not None:
+            reason += f"; with {needs.candidate.steps_factor:.3g} times the steps to the same loss"
         if excess := describe_excess(choice.pool.problem, objectives[number]):
             reason += f"; it takes {excess}"
         found.append(Neighbour(needs.candidate, change, verdict, reason, ratio, term if ratio > 1 else ""))
@@ -176,6 +179,11 @@ def _compare_objective(by: str, objectives: "np.ndarray[Any, np.dtype[np.float64
 
 
 def _explain_memory(needs: Needs) -> str:
+    if not needs.fits_host:
+        return (
+            f"does not fit: up to {needs.host_bytes * MEMORY_HIGH / 1e9:.3g} GB would wait in the host's "
+            f"{needs.description.case.cluster.host.memory_bytes / 1e9:.3g} GB"
+        )
     parts = estimate_memory(needs.description)
     most = max(
         (parts.state_bytes, "parameters, gradients and optimizer state"),
@@ -188,12 +196,27 @@ def _explain_memory(needs: Needs) -> str:
     )
 
 
-def _list_steps_aside(candidate: Candidate, num_machines: int) -> Iterator[tuple[str, Candidate]]:
+def _list_steps_aside(problem: PlanProblem, candidate: Candidate) -> Iterator[tuple[str, Candidate]]:
     """Yield candidates that differ in one thing, each with what differs."""
     division, many = candidate.division, candidate.num_micro_batches
+    has_host_devices = problem.machines[candidate.machines].has_host_devices
     for recompute in ("none", "selective", "full"):
         if recompute != candidate.recompute:
             yield f"{recompute.replace('none', 'no')} recomputation", replace(candidate, recompute=recompute)
+    if division.is_plain and candidate.bucket_bytes is None and not has_host_devices:
+        for offload in ("none", *OFFLOADS):
+            if offload != candidate.offload:
+                yield f"offload {offload}", replace(candidate, offload=offload)
+    ways = [] if problem.inexact is None else problem.inexact.list_ways(division.num_workers)
+    for way in (None, *ways) if division.is_plain else ():
+        if way != candidate.way:
+            words = "every_step" if way is None else way.name
+            yield words, replace(candidate, way=way, bucket_bytes=None, offload="none")
+    if division.is_plain and division.data > 1 and candidate.offload == "none" and not has_host_devices:
+        for bucket_bytes in (None, *BUCKETS):
+            if bucket_bytes != candidate.bucket_bytes:
+                words = "the default size" if bucket_bytes is None else f"{bucket_bytes / 2**20:g} MiB"
+                yield f"buckets of {words}", replace(candidate, bucket_bytes=bucket_bytes)
     for number in (many * 2, many // 2):
         if number:
             words = f"{number} micro-batch{'es' * (number > 1)}"
@@ -213,14 +236,24 @@ def _list_steps_aside(candidate: Candidate, num_machines: int) -> Iterator[tuple
             if giver != taker and getattr(division, giver) % 2 == 0:
                 changed = {giver: getattr(division, giver) // 2, taker: getattr(division, taker) * 2}
                 words = f"{taker} {changed[taker]}, {giver} {changed[giver]}"
-                yield words, replace(candidate, division=_tidy(replace(division, **changed)))
+                yield words, _divide(candidate, replace(division, **changed))
     for axis in axes[:2]:
         if getattr(division, axis) % 2 == 0:
-            other = _tidy(replace(division, **{axis: getattr(division, axis) // 2}))
-            yield f"half the ranks ({axis} {getattr(other, axis)})", replace(candidate, division=other)
-    for machines in range(num_machines):
-        if machines != candidate.machines:
-            yield "other machines", replace(candidate, machines=machines)
+            fewer = getattr(division, axis) // 2
+            yield f"half the ranks ({axis} {fewer})", _divide(candidate, replace(division, **{axis: fewer}))
+    for index, machines in enumerate(problem.machines):
+        if index != candidate.machines:
+            yield f"on {machines.name}", replace(candidate, machines=index)
+
+
+def _divide(candidate: Candidate, division: Division) -> Candidate:
+    """Return a candidate of another division, without what only replicas of a whole model have."""
+    division = _tidy(division)
+    if not division.is_plain:
+        return replace(candidate, division=division, offload="none", bucket_bytes=None, way=None)
+    if division.data == 1:
+        return replace(candidate, division=division, bucket_bytes=None, way=None)
+    return replace(candidate, division=division)
 
 
 def _tidy(division: Division) -> Division:

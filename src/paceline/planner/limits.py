@@ -3,6 +3,7 @@
 import os
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 
 from paceline.errors import SettingsError
 from paceline.planner.candidate import Machines
@@ -11,6 +12,7 @@ from paceline.topology.devices import power_of_cores
 from paceline.topology.tables import read_prices
 
 _SECONDS = {"s": 1.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
+_WATTS = {"w": 1.0, "kw": 1e3}
 _KILOGRAMS = {"g": 1e-3, "kg": 1.0, "t": 1e3}
 _FLOPS_OF_CORE = 4e10
 """Peak of one core in fp32: 16 multiplications and additions at 2.5 GHz halved, since cores share units."""
@@ -65,6 +67,7 @@ def list_machines(
     memory: str | None,
     prices: Sequence[str],
     table: str | None = None,
+    caps: Sequence[str] = (),
 ) -> tuple[Machines, ...]:
     """Return the machines on offer.
 
@@ -74,6 +77,7 @@ def list_machines(
         memory: Memory of a rank, with a unit; None: its device's.
         prices: Price of a host and hour of all clusters, or of each by name.
         table: CSV file of prices of instance types; None: the shipped examples.
+        caps: Limits of a device's power to consider beside none, with a unit.
 
     Raises:
         SettingsError: A number is wrong, or a price is of no cluster.
@@ -93,8 +97,26 @@ def list_machines(
             price, words = listed[name].on_demand_per_hour, listed[name].describe(is_spot=False)
             currency = listed[name].currency
             words = "; ".join(filter(None, (words, listed[name].warn_of_age())))
-        found.append(Machines(name, cluster, ranks, memory_bytes, price, words, currency))
+        machines = Machines(name, cluster, ranks, memory_bytes, price, words, currency)
+        found += [machines, *(_cap(machines, _parse(text, "--cap", _WATTS, "500W")) for text in caps)]
     return tuple(found)
+
+
+def _cap(machines: Machines, cap_w: float) -> Machines:
+    """Return machines whose devices are limited to a power.
+
+    Raises:
+        SettingsError: The devices are not known, or the limit is none of theirs.
+    """
+    device = machines.cluster.device
+    if device is None or not device.idle_w < cap_w < device.working_w:
+        rule = "a device whose power is known" if device is None else f"{device.idle_w:g} and {device.working_w:g} W"
+        raise SettingsError(
+            f"--cap must be between the idle and the full power of {machines.name}, {rule}, but got {cap_w:g} W; "
+            "take another, or leave it out"
+        )
+    capped = machines.cluster.model_copy(update={"device": device.model_copy(update={"cap_w": cap_w})})
+    return replace(machines, name=f"{machines.name} at {cap_w:g} W", cluster=capped, cap_w=cap_w)
 
 
 def _count_ranks(cluster: Cluster) -> int:

@@ -2,8 +2,8 @@
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
-from math import exp
+from dataclasses import asdict, dataclass
+from math import ceil, exp
 from typing import Any
 
 from paceline.errors import SettingsError
@@ -35,6 +35,36 @@ _MOST_TRIALS = 200
 
 
 @dataclass(frozen=True)
+class MeasuredSteps:
+    """Steps of a candidate that was run, beside what was predicted of them.
+
+    Args:
+        words: The candidate.
+        steps_factor: Steps to the same loss, to those of exact ways.
+        predicted_s: Time of a step that was predicted.
+        rounds_s: Time of a step in each round.
+        error: Reason why it could not be run; empty if it could.
+        is_chosen: Whether the plan takes it.
+    """
+
+    words: str
+    steps_factor: float
+    predicted_s: float
+    rounds_s: tuple[float, ...]
+    error: str
+    is_chosen: bool = False
+
+    def describe(self) -> str:
+        """Return it in words."""
+        if self.error:
+            return f"{self.words}: not measured: {self.error}"
+        times = " and ".join(f"{time:.4g}" for time in self.rounds_s)
+        steps = f" x {self.steps_factor:.3g} steps" if self.steps_factor != 1 else ""
+        chosen = "; chosen" if self.is_chosen else ""
+        return f"{self.words}: {times} s{steps}, predicted {self.predicted_s:.4g} s{chosen}"
+
+
+@dataclass(frozen=True)
 class Planned:
     """A plan with its reasons.
 
@@ -47,6 +77,7 @@ class Planned:
         neighbours: Candidates that differ from it in one thing.
         num_pruned: Candidates that do not fit by far.
         took_s: Seconds that planning took.
+        measured: Candidates that were run, the choice by estimate first.
     """
 
     problem: PlanProblem
@@ -57,6 +88,18 @@ class Planned:
     neighbours: tuple[Neighbour, ...]
     num_pruned: int
     took_s: float
+    measured: tuple[MeasuredSteps, ...] = ()
+
+    @property
+    def better(self) -> str:
+        """What is better by estimate than a plainer choice, in words; empty if it was chosen by measurement."""
+        return "" if self.measured else self.choice.describe_better()
+
+    @property
+    def num_steps(self) -> int | None:
+        """Steps of the run with which the plan comes to the same loss; None: not known."""
+        steps = self.problem.num_steps
+        return None if steps is None else ceil(steps * self.candidate.steps_factor)
 
     @property
     def candidate(self) -> Candidate:
@@ -97,9 +140,7 @@ def make_plan(
         if len(tried) > _MOST_TRIALS:
             first = next(iter(refused.values()), "")
             raise SettingsError(f"training must take one of the best plans, but refuses {len(tried)} of them: {first}")
-    answer = answer_described([choice.needs.description], posterior)[0]
-    if profile is not None:
-        answer = apply_profile(answer, choice.needs.description.case, profile)
+    answer = answer_candidate(choice, profile)
     return Planned(
         problem,
         space,
@@ -112,11 +153,18 @@ def make_plan(
     )
 
 
+def answer_candidate(choice: Choice, profile: Profile | None) -> dict[str, Any]:
+    """Return the answer to the chosen step, as in the contract, with the times of a profile where it tells them."""
+    answer = answer_described([choice.needs.description], choice.pool.posterior)[0]
+    return answer if profile is None else apply_profile(answer, choice.needs.description.case, profile)
+
+
 def _refuse_alike(pool: Pool, candidate: Candidate, reason: str) -> dict[Candidate, str]:
-    """Return a refused candidate, and all others that divide the model alike."""
+    """Return a refused candidate, and all others that divide the model alike, and offload alike if it offloads."""
     key = _divide_model(candidate)
     alike = [one.candidate for one in pool.needs if _divide_model(one.candidate) == key]
-    return dict.fromkeys([candidate, *alike], reason)
+    also = [one for one in alike if candidate.offload in ("none", one.offload)]
+    return dict.fromkeys([candidate, *also], reason)
 
 
 def _divide_model(candidate: Candidate) -> tuple[object, ...]:
@@ -130,26 +178,26 @@ def _divide_model(candidate: Candidate) -> tuple[object, ...]:
         division.stages_per_rank,
         candidate.recompute,
     )
-    return parts if division.ranks_of_worker > 1 else (division.sharded, division.zero_stage)
+    return parts if division.ranks_of_worker > 1 else (division.sharded, division.zero_stage, candidate.way)
 
 
 def to_document(planned: Planned) -> dict[str, Any]:
     """Return all of a plan as JSON."""
-    choice, objectives = planned.choice, planned.choice.objectives
+    choice = planned.choice
     spreads = choice.pool.spreads(choice.front)
     return {
         "version": 1,
         "choice": {
             **_describe(planned, choice.index),
-            "row": planned.problem.row_of(planned.candidate).model_dump(mode="json", exclude_none=True),
+            "row": _write_row(planned),
             "answer": planned.answer,
         },
         "by": choice.by,
         "front": [
             {
                 **_describe(planned, one),
-                "step_s_low": float(objectives[one, 0] * exp(-1.645 * spread)),
-                "step_s_high": float(objectives[one, 0] * exp(1.645 * spread)),
+                "step_s_low": float(_step_s(choice, one) * exp(-1.645 * spread)),
+                "step_s_high": float(_step_s(choice, one) * exp(1.645 * spread)),
             }
             for one, spread in zip(choice.front, spreads.tolist(), strict=True)
         ],
@@ -164,11 +212,22 @@ def to_document(planned: Planned) -> dict[str, Any]:
     }
 
 
+def _step_s(choice: Choice, index: int) -> float:
+    return float(choice.objectives[index, 0]) / choice.pool.needs[index].candidate.steps_factor
+
+
+def _write_row(planned: Planned) -> dict[str, Any] | None:
+    if not planned.problem.has_row(planned.candidate):
+        return None
+    return planned.problem.row_of(planned.candidate).model_dump(mode="json", exclude_none=True)
+
+
 def _give_reasons(planned: Planned) -> dict[str, Any]:
     """Return why the choice is the choice, as JSON."""
     choice = planned.choice
     return {
-        "better": choice.describe_better() or None,
+        "better": planned.better or None,
+        "measured": [asdict(one) for one in planned.measured],
         "ties": [choice.pool.needs[one].candidate.describe() for one in choice.ties],
         "what_if": [
             {
@@ -195,7 +254,9 @@ def _give_reasons(planned: Planned) -> dict[str, Any]:
 
 def _describe(planned: Planned, index: int) -> dict[str, Any]:
     needs = planned.choice.pool.needs[index]
-    step_s, money, energy_j, memory = planned.choice.objectives[index].tolist()
+    way, steps_factor = needs.candidate.way, needs.candidate.steps_factor
+    *of_progress, memory = planned.choice.objectives[index].tolist()
+    step_s, money, energy_j = (value / steps_factor for value in of_progress)
     machines = planned.problem.machines[needs.candidate.machines]
     return {
         "plan": needs.candidate.describe(),
@@ -203,6 +264,8 @@ def _describe(planned: Planned, index: int) -> dict[str, Any]:
         "num_ranks": needs.candidate.division.num_ranks,
         "num_hosts": needs.description.case.num_hosts,
         "overrides": needs.candidate.list_overrides(),
+        "steps_factor": steps_factor,
+        "steps_basis": None if way is None else way.describe_factor(),
         "step_s": step_s,
         "money": money if planned.problem.has_prices else None,
         "energy_j": energy_j or None,
@@ -220,13 +283,20 @@ def to_plan(planned: Planned, recipe: str | None, digest: str) -> Plan:
     return Plan(
         recipe=recipe,
         fingerprint=digest,
-        overrides=candidate.list_overrides(),
+        overrides=candidate.list_overrides() | _list_steps(planned),
         num_workers=candidate.division.num_workers,
         machines=PlannedMachines(name=machines.name, num_ranks=num_ranks, num_hosts=num_hosts, words=words),
         predicted=Forecast(**{name: answer[name] for name in Forecast.model_fields}),
         words=candidate.describe(),
         why=_give_reasons(planned),
     )
+
+
+def _list_steps(planned: Planned) -> dict[str, Any]:
+    """Return the settings with which a way that learns less in a step takes more of them."""
+    if planned.candidate.steps_factor == 1 or planned.num_steps is None:
+        return {}
+    return {"num_steps": planned.num_steps, "num_epochs": None}
 
 
 def describe_choice(planned: Planned) -> list[str]:
@@ -246,13 +316,21 @@ def describe_choice(planned: Planned) -> list[str]:
         + ", ".join(f"{describe_term(name)} {seconds / step_s:.0%}" for name, seconds in ordered[1:4]),
     ]
     if planned.problem.num_steps is not None:
-        lines.append(_describe_run(planned, planned.problem.num_steps))
+        lines.append(_describe_run(planned, planned.num_steps or 1))
         if answer["energy_j"]:
             lines.append(f"carbon: {planned.problem.site.describe_carbon()}")
     if machines.price_words:
         lines.append(f"price: {machines.price_words}")
-    if better := planned.choice.describe_better():
-        lines.append(better)
+    if (way := planned.candidate.way) is not None:
+        lines.append(f"steps: {way.describe_factor()}")
+    if machines.cap_w is not None:
+        lines.append(
+            f"power: each device limited to {machines.cap_w:g} W, which training does not set: on each host of NVIDIA "
+            f"GPUs, nvidia-smi --power-limit={machines.cap_w:g}"
+        )
+    if planned.better:
+        lines.append(planned.better)
+    lines += [f"measured: {one.describe()}" for one in planned.measured]
     if planned.choice.ties:
         lines.append(
             f"ties with {len(planned.choice.ties)} of the nearest candidates: the difference is less than is known"

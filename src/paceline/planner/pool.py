@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from math import exp, hypot
 
 import numpy as np
@@ -36,17 +37,24 @@ class Needs:
         description: Step of it, as numbers.
         memory_bytes: Memory of its fullest rank.
         available_bytes: Memory that a rank may use.
+        host_bytes: Memory of the host for what waits there, of all its ranks.
     """
 
     candidate: Candidate
     description: Description
     memory_bytes: float
     available_bytes: float
+    host_bytes: float = 0.0
 
     @property
     def fits(self) -> bool:
-        """Whether it fits at the upper end of its memory's interval."""
-        return self.memory_bytes * MEMORY_HIGH <= self.available_bytes
+        """Whether it fits at the upper end of its memory's interval, and into its host what waits there."""
+        return self.memory_bytes * MEMORY_HIGH <= self.available_bytes and self.fits_host
+
+    @property
+    def fits_host(self) -> bool:
+        """Whether the host's memory holds what waits there."""
+        return self.host_bytes * MEMORY_HIGH <= self.description.case.cluster.host.memory_bytes
 
 
 def find_needs(problem: PlanProblem, candidate: Candidate) -> Needs:
@@ -56,7 +64,9 @@ def find_needs(problem: PlanProblem, candidate: Candidate) -> Needs:
     available = description.case.device.memory_bytes
     if machines.memory_bytes is not None:
         available = machines.memory_bytes
-    return Needs(candidate, description, estimate_memory(description).total_bytes, available)
+    estimate = estimate_memory(description)
+    host_bytes = estimate.host_bytes * description.case.on_host
+    return Needs(candidate, description, estimate.total_bytes, available, host_bytes)
 
 
 @dataclass(frozen=True)
@@ -69,7 +79,7 @@ class Pool:
         needs: Candidates with what they need.
         batch: Numbers of their steps.
         features: Sizes and choices by which steps are alike.
-        terms: Seconds of each term of each step.
+        terms: Seconds of each term of each step, times the steps that its way takes to the same loss.
     """
 
     problem: PlanProblem
@@ -81,16 +91,20 @@ class Pool:
 
     @property
     def step_s(self) -> Floats:
-        """Seconds of a step of each."""
+        """Seconds in which each comes as far as a step of exact ways does."""
         return np.asarray(self.terms.sum(axis=1))
 
-    @property
+    @cached_property
     def fits(self) -> "np.ndarray[tuple[int], np.dtype[np.bool_]]":
         """Whether each fits into the memory of its ranks."""
         return np.array([one.fits for one in self.needs], dtype=bool)
 
     def objectives(self) -> Floats:
         """Return time, money, energy and memory of a step of each, shape (candidates, 4); unknown money is 0."""
+        return self._objectives
+
+    @cached_property
+    def _objectives(self) -> Floats:
         step_s = self.step_s
         busy = self.terms[:, _IS_WORKING].sum(axis=1) / step_s
         cases = [one.description.case for one in self.needs]
@@ -108,12 +122,14 @@ class Pool:
         """Return the same candidates on machines some of whose numbers are multiplied."""
         columns = {name: values * changes.get(name, 1.0) for name, values in self.batch.columns.items()}
         batch = replace(self.batch, columns=columns)
-        return replace(self, batch=batch, terms=self.posterior.estimate(batch, self.features))
+        terms = self.posterior.estimate(batch, self.features) * _count_steps(self.needs)
+        return replace(self, batch=batch, terms=terms)
 
     def spreads(self, chosen: Sequence[int]) -> Floats:
-        """Return the standard deviation of the logarithm of a step of some."""
+        """Return the standard deviation of the logarithm of some of `step_s`."""
         part = self.take(chosen)
-        return part.posterior.predict(part.batch, part.features).log_spreads
+        steps = np.array([0.0 if one.candidate.way is None else one.candidate.way.log_spread for one in part.needs])
+        return np.asarray(np.hypot(part.posterior.predict(part.batch, part.features).log_spreads, steps))
 
     def ratio_spreads(self, chosen: Sequence[int]) -> Floats:
         """Return the standard deviation of the logarithm of the ratio of steps of some, each with each.
@@ -123,7 +139,12 @@ class Pool:
         part = self.take(chosen)
         joint = part.posterior.covary(part.batch, part.features)
         own = np.diag(joint)
-        return np.sqrt(np.maximum(own[:, None] + own[None, :] - 2 * joint, 0.0))
+        ways = [one.candidate.way for one in part.needs]
+        steps = np.array([0.0 if way is None else way.log_spread**2 for way in ways])
+        differ = np.array([[one is not other for other in ways] for one in ways])
+        # How many steps a way takes is the same of all its candidates.
+        of_steps = (steps[:, None] + steps[None, :]) * differ
+        return np.asarray(np.sqrt(np.maximum(own[:, None] + own[None, :] - 2 * joint, 0.0) + of_steps))
 
     def take(self, chosen: Sequence[int]) -> "Pool":
         """Return some of the candidates, priced the same."""
@@ -134,7 +155,13 @@ def price_needs(problem: PlanProblem, posterior: Posterior, needs: Sequence[Need
     """Return candidates, priced."""
     descriptions = [one.description for one in needs]
     batch, features = make_batch(descriptions), Features(descriptions)
-    return Pool(problem, posterior, tuple(needs), batch, features, posterior.estimate(batch, features))
+    terms = posterior.estimate(batch, features) * _count_steps(needs)
+    return Pool(problem, posterior, tuple(needs), batch, features, terms)
+
+
+def _count_steps(needs: Sequence[Needs]) -> Floats:
+    """Return the steps that each takes to the same loss, to those of exact ways, shape (candidates, 1)."""
+    return np.array([[one.candidate.steps_factor] for one in needs]).reshape(-1, 1)
 
 
 def make_pool(
@@ -145,5 +172,7 @@ def make_pool(
     """Return the candidates that fit, or would with a quarter more memory, priced; and the one that needs least."""
     needs = [find_needs(problem, candidate) for candidate in candidates]
     least = min(needs, key=lambda one: one.memory_bytes / one.available_bytes, default=None)
-    near = [one for one in needs if one.memory_bytes * MEMORY_HIGH <= one.available_bytes * MORE_MEMORY]
+    near = [
+        one for one in needs if one.memory_bytes * MEMORY_HIGH <= one.available_bytes * MORE_MEMORY and one.fits_host
+    ]
     return price_needs(problem, posterior, near), least

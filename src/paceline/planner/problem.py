@@ -3,14 +3,21 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from math import ceil
 
 from paceline.errors import SettingsError
 from paceline.parallel.pipeline.orders import OrderName
 from paceline.planner.candidate import Candidate, Machines
+from paceline.planner.inexact import Inexact
 from paceline.simulator.training import Row, StepCase, make_case
 from paceline.simulator.training.contract import LayoutRow, Order, PipelineRow
+from paceline.simulator.training.description import describe
+from paceline.simulator.training.exchanges import USUAL, GradientExchange
 from paceline.topology import Precision, Site
 from paceline.training.legality import ModelSizes
+
+DEFAULT_BUCKET_BYTES = 25 * 2**20
+"""Size of the buckets of gradients on GPUs, where a run gives none."""
 
 
 @dataclass(frozen=True)
@@ -53,6 +60,7 @@ class PlanProblem:
         num_steps: Steps of the run; None: not known.
         limits: Limits of the run.
         site: Place of the machines, whose electricity has carbon.
+        inexact: Ways that change what is learnt; None: exact ones alone.
     """
 
     row: Row
@@ -62,6 +70,7 @@ class PlanProblem:
     num_steps: int | None = None
     limits: Limits = field(default_factory=Limits)
     site: Site = field(default_factory=Site)
+    inexact: Inexact | None = None
 
     def __post_init__(self) -> None:
         """Refuse limits that cannot be judged."""
@@ -141,7 +150,28 @@ class PlanProblem:
             micro_batch=self.samples_of(candidate) / candidate.num_micro_batches,
             global_batch=float(self.samples_of(candidate) * division.num_workers),
             recompute=candidate.recompute,
+            offload=candidate.offload,
+            exchange=self._find_exchange(candidate),
         )
+
+    @cached_property
+    def num_parameters(self) -> float:
+        """Number of the model's parameters."""
+        return describe(self.base(0, 1, self.precisions[0])).stage_parameters
+
+    def _find_exchange(self, candidate: Candidate) -> GradientExchange:
+        """Return what replicas exchange, beside what is usual."""
+        if candidate.way is not None:
+            assert self.inexact is not None
+            return self.inexact.exchange(candidate.way, candidate.division.num_workers)
+        if candidate.bucket_bytes is None:
+            return USUAL
+        usual, number = (
+            max(2, ceil(4 * self.num_parameters / size)) for size in (DEFAULT_BUCKET_BYTES, candidate.bucket_bytes)
+        )
+        # What fewer messages save is counted like what is counted of the usual ones: once for all buckets.
+        messages = number / usual if number < usual else 1.0 + number - usual
+        return GradientExchange(messages=messages, parts=number / usual)
 
     @cached_property
     def _cuts_tokens(self) -> bool:
@@ -152,6 +182,10 @@ class PlanProblem:
     def samples_of(self, candidate: Candidate) -> int:
         """Return the samples of the worker with most of a step: the others wait for it."""
         return -(-self.global_batch // candidate.division.num_workers)
+
+    def has_row(self, candidate: Candidate) -> bool:
+        """Return whether rows of the contract can say all of a candidate: no offloading, buckets or codecs."""
+        return candidate.offload == "none" and candidate.bucket_bytes is None and candidate.way is None
 
     def row_of(self, candidate: Candidate) -> Row:
         """Return the step of a candidate as a row of the contract, whose answer is what is planned with."""

@@ -1,12 +1,12 @@
 """All ways to train that a plan chooses among: exact ones that `train` does not refuse."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from paceline.errors import PacelineError
 from paceline.parallel.pipeline.orders import ORDERS, OrderName
-from paceline.planner.candidate import Candidate, Division, Recompute
+from paceline.planner.candidate import Candidate, Division, Offload, Recompute
 from paceline.planner.problem import PlanProblem
 from paceline.sync import EveryStep
 from paceline.training.legality import check_counts, check_division, check_sizes
@@ -18,6 +18,10 @@ _ORDERS: tuple[tuple[OrderName, int], ...] = (("1f1b", 1), ("interleaved", 2), (
 _LEAST_TOKENS = 1024
 """Tokens of a sample on a rank below which sequences are not divided further."""
 _RECOMPUTE: tuple[Recompute, ...] = ("none", "selective", "full")
+OFFLOADS: tuple[Offload, ...] = ("activations", "optimizer", "both")
+"""State of replicas of a whole model on GPUs that may wait in the memory of hosts."""
+BUCKETS = (8 * 2**20, 64 * 2**20)
+"""Sizes of buckets beside the default: a third and about three times of it. On processors the run itself chooses."""
 
 
 @dataclass(frozen=True)
@@ -45,9 +49,29 @@ class Legality:
     def find_refusal(self, candidate: Candidate) -> str:
         """Return why training would refuse a candidate; empty if it would not."""
         division = candidate.division
+        if candidate.offload != "none" and (reason := self._refuse_offload(candidate)):
+            return reason
         if division not in self._divisions:
             self._divisions[division] = self._refuse_division(division)
-        return self._divisions[division] or self._refuse_micro_batches(candidate)
+        return self._divisions[division] or self._refuse_way(candidate) or self._refuse_micro_batches(candidate)
+
+    def _refuse_offload(self, candidate: Candidate) -> str:
+        if self._problem.machines[candidate.machines].has_host_devices:
+            return "memory.offload must be none on CPUs, whose memory is where it would go"
+        return "" if candidate.division.is_plain else "memory.offload is planned for replicas of a whole model alone"
+
+    def _refuse_way(self, candidate: Candidate) -> str:
+        way, division, inexact = candidate.way, candidate.division, self._problem.inexact
+        if way is None:
+            return ""
+        if not division.is_plain:
+            return f"{way.name} is planned for replicas of a whole model alone"
+        if inexact is None or way not in inexact.list_ways(division.num_workers):
+            return (
+                f"{way.name} is planned for 2 to {way.most_workers} workers, near what it was measured with, but got "
+                f"{division.num_workers}; take another rule"
+            )
+        return ""
 
     def _refuse_division(self, division: Division) -> str:
         try:
@@ -109,7 +133,23 @@ def _list_candidates(problem: PlanProblem, machines: int, num_ranks: int) -> Ite
         for num_micro_batches in _list_micro_batches(samples):
             for recompute in _RECOMPUTE:
                 for precision in problem.precisions:
-                    yield Candidate(machines, division, num_micro_batches, recompute, precision)
+                    yield from _list_variants(
+                        problem, Candidate(machines, division, num_micro_batches, recompute, precision)
+                    )
+
+
+def _list_variants(problem: PlanProblem, plain: Candidate) -> Iterator[Candidate]:
+    """Yield a candidate, and what is the same but for its rule and codec, offloading, or buckets."""
+    yield plain
+    ways = [] if problem.inexact is None else problem.inexact.list_ways(plain.division.num_workers)
+    for way in ways if plain.division.is_plain else ():
+        yield replace(plain, way=way)
+    if not plain.division.is_plain or problem.machines[plain.machines].has_host_devices:
+        return
+    for offload in OFFLOADS:
+        yield replace(plain, offload=offload)
+    for bucket_bytes in BUCKETS if plain.division.data > 1 else ():
+        yield replace(plain, bucket_bytes=bucket_bytes)
 
 
 @lru_cache(maxsize=1024)

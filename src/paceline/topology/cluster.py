@@ -79,6 +79,10 @@ class Host(Settings):
     """Size of its own disks."""
     disk_speed: BytesPerSecond = BytesPerSecond.parse("2GB/s")
     """Bytes that its disks write per second."""
+    link_speed: BytesPerSecond = BytesPerSecond.parse("25GB/s")
+    """Bytes per second between its memory and each device, each way: PCI Express 4.0 with 16 lanes."""
+    memory_speed: BytesPerSecond = BytesPerSecond.parse("200GB/s")
+    """Bytes that its processors read and write in its memory per second."""
     idle_w: float = Field(default=300.0, ge=0)
     """Power of processors, memory, fans and cards while nothing trains."""
     load_w: float = Field(default=600.0, ge=0)

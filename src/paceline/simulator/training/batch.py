@@ -117,6 +117,16 @@ _COLUMNS: dict[str, Callable[[Description], float]] = {
     "kernels": lambda d: d.workload.kernels * (0.4 if d.case.is_compiled else 1.0),
     "optimizer": lambda d: d.optimizer_bytes,
     "accumulate": lambda d: d.accumulate_bytes,
+    "coding": lambda d: d.coding_bytes,
+    "hidden_steps": lambda d: -1.0 if d.case.exchange.hidden_steps is None else d.case.exchange.hidden_steps,
+    "data_parts": lambda d: d.case.exchange.parts,
+    "sent_activations": lambda d: d.sent_activations_bytes,
+    "sent_update": lambda d: d.sent_update_bytes,
+    "host_update": lambda d: d.host_update_bytes,
+    "host_link": lambda d: d.case.cluster.host.link_speed,
+    "host_memory": lambda d: (
+        d.case.cluster.host.memory_speed / min(d.case.row.num_ranks, d.case.paths.devices_per_host)
+    ),
 }
 
 

@@ -10,13 +10,17 @@ from pydantic import ValidationError
 from paceline.errors import PacelineError, SettingsError
 from paceline.registry import explain
 from paceline.simulator.training.contract import LayoutRow, PipelineRow, Row, SampleRow
+from paceline.simulator.training.exchanges import USUAL, GradientExchange
 from paceline.simulator.training.shapes import ModelShape
 from paceline.topology import Cluster, Device, Paths, Precision, find_device
 
 
 @dataclass(frozen=True)
 class StepCase:
-    """A training step whose every number is known or assumed. Sizes are those of `Row`."""
+    """A training step whose every number is known or assumed. Sizes are those of `Row`.
+
+    `offload` is that of a run's memory settings, and `exchange` that between replicas; rows have the usual ones.
+    """
 
     row: Row
     model: ModelShape
@@ -44,6 +48,18 @@ class StepCase:
     optimizer: str
     stack: str
     assumed: tuple[str, ...]
+    offload: str = "none"
+    exchange: GradientExchange = USUAL
+
+    @property
+    def offloads_activations(self) -> bool:
+        """Whether activations wait in the host's memory."""
+        return self.offload in ("activations", "both")
+
+    @property
+    def offloads_optimizer(self) -> bool:
+        """Whether the host's processors update parameters."""
+        return self.offload in ("optimizer", "both")
 
     @property
     def num_workers(self) -> int:
@@ -69,6 +85,11 @@ class StepCase:
     def samples(self) -> float:
         """Samples of a micro-batch: fewer than asked where the global batch has no more."""
         return min(self.micro_batch, self.samples_of_worker)
+
+    @property
+    def on_host(self) -> int:
+        """Ranks of a full host."""
+        return min(self.row.num_ranks, self.paths.devices_per_host)
 
     @property
     def num_hosts(self) -> int:
@@ -176,7 +197,12 @@ def _make_case(row: Row) -> StepCase:
         device_name=device_name,
         cluster=cluster,
         paths=cluster.paths,
-        **axes,
+        data=axes["data"],
+        sharded=axes["sharded"],
+        zero_stage=axes["zero_stage"],
+        context=axes["context"],
+        tensor=axes["tensor"],
+        pipeline=axes["pipeline"],
         sequence_parallel=assume.take("sequence_parallel", row.sequence_parallel, False) and axes["tensor"] > 1
         if axes["tensor"] > 1
         else False,

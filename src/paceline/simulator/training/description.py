@@ -14,6 +14,12 @@ OPTIMIZER_BYTES = {
     "momentum": 22.0, "function": 30.0,
 }  # fmt: skip
 """Bytes that an update reads and writes for each parameter of a rank, in mixed precision."""
+_COPY_BYTES = 8.0
+"""Bytes that a copy of an fp32 gradient reads and writes."""
+_UPDATE_BYTES = 12.0
+"""Bytes of a parameter over the link for an update by the host: it and its gradient there, and it back, in fp32."""
+_SAVED_BY_OPERATOR = 0.25
+"""Share of a block that is kept where every other product is computed again."""
 
 
 @dataclass(frozen=True)
@@ -33,6 +39,10 @@ class Description:
         exchanges: Exchanges of the rank.
         optimizer_bytes: Bytes that its optimizer moves.
         accumulate_bytes: Bytes that adding gradients moves in each micro-batch.
+        coding_bytes: Bytes that codecs move in a step.
+        sent_activations_bytes: Bytes of activations that wait in the host's memory, of each micro-batch.
+        sent_update_bytes: Bytes between device and host for an update by the host.
+        host_update_bytes: Bytes that the host moves in its own memory for that update.
     """
 
     case: StepCase
@@ -47,6 +57,10 @@ class Description:
     exchanges: tuple[Exchange, ...]
     optimizer_bytes: float
     accumulate_bytes: float
+    coding_bytes: float = 0.0
+    sent_activations_bytes: float = 0.0
+    sent_update_bytes: float = 0.0
+    host_update_bytes: float = 0.0
 
 
 def describe(case: StepCase) -> Description:
@@ -68,9 +82,29 @@ def describe(case: StepCase) -> Description:
         launch_stretch=_count_fill(case, splits_backward=False) / fill if fill else 1.0,
         stage_parameters=parameters,
         exchanges=tuple(_list_exchanges(case, workload, blocks, parameters)),
-        optimizer_bytes=owned * per_parameter,
+        optimizer_bytes=0.0 if case.offloads_optimizer else owned * per_parameter,
+        coding_bytes=parameters * case.exchange.coding * _COPY_BYTES,
+        sent_activations_bytes=find_kept(case, workload)[0] if case.offloads_activations else 0.0,
+        sent_update_bytes=owned * _UPDATE_BYTES if case.offloads_optimizer else 0.0,
+        host_update_bytes=owned * per_parameter if case.offloads_optimizer else 0.0,
         accumulate_bytes=parameters * 10.0 / (case.sharded if case.zero_stage >= 2 else 1),
     )
+
+
+def find_kept(case: StepCase, workload: Workload) -> tuple[float, float]:
+    """Return the bytes of all blocks that backward needs, and those of one that it computes again for a moment."""
+    whole_block = workload.kept_bytes / case.model.num_blocks
+    if case.recompute == "full":
+        kept, block = workload.kept_inputs_bytes, whole_block
+    elif case.recompute == "selective" and workload.kept_selective_bytes is not None:
+        kept, block = workload.kept_selective_bytes + workload.kept_inputs_bytes, whole_block
+    elif case.recompute == "selective" and case.attention == "fused":
+        kept, block = workload.kept_bytes * _SAVED_BY_OPERATOR, whole_block
+    elif case.recompute == "selective":
+        kept, block = workload.kept_bytes - workload.kept_scores_bytes, whole_block
+    else:
+        kept, block = workload.kept_bytes, 0.0
+    return kept * (0.9 if case.is_compiled and case.recompute != "full" else 1.0), block  # what is fused is kept once
 
 
 def _count_fill(case: StepCase, *, splits_backward: bool) -> float:
@@ -193,5 +227,5 @@ def _list_gradients(case: StepCase, parameters: float, element: float) -> list[E
     elif case.context > 1:
         found.append(shard.reduce(Axis.DATA, parameters * summed))
     if case.data > 1:
-        found.append(replicas.reduce(Axis.DATA, parameters * summed / case.sharded))
+        found.append(case.exchange.apply(replicas.reduce(Axis.DATA, parameters * summed / case.sharded)))
     return found

@@ -2,7 +2,7 @@
 
 from paceline.simulator.training.case import StepCase
 
-WORKING = frozenset({"matrix", "attention", "pointwise", "loss", "slowdown", "optimizer"})
+WORKING = frozenset({"matrix", "attention", "pointwise", "loss", "slowdown", "optimizer", "coding"})
 """Terms of a step in which devices compute; in the others they wait."""
 
 

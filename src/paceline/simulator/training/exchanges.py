@@ -1,6 +1,6 @@
 """What the axes of a layout exchange in a step, as numbers: bytes over links inside a host and between hosts."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import IntEnum
 
 from paceline.topology import Paths
@@ -38,6 +38,39 @@ class Exchange:
     network_bytes: float
     num_messages: float
     count: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class GradientExchange:
+    """Exchange between replicas, beside the usual one: an all-reduce of gradients a step, in buckets of default size.
+
+    Args:
+        sent: Bytes that a rank sends in a step, to those of the usual one.
+        messages: Messages in a step, to its.
+        parts: Buckets, to its: the last of them never hides behind computing.
+        hidden_steps: Steps whose computing can hide that of one step; None: the last backward pass, as usual.
+        coding: Passes of codecs over the gradients' fp32 bytes in a step, each as long as a copy of them.
+        state_bytes: Bytes of state for each parameter: residuals, outer parameters and momentum.
+    """
+
+    sent: float = 1.0
+    messages: float = 1.0
+    parts: float = 1.0
+    hidden_steps: float | None = None
+    coding: float = 0.0
+    state_bytes: float = 0.0
+
+    def apply(self, exchange: Exchange) -> Exchange:
+        """Return what becomes of the usual exchange."""
+        return replace(
+            exchange,
+            local_bytes=exchange.local_bytes * self.sent,
+            network_bytes=exchange.network_bytes * self.sent,
+            num_messages=exchange.num_messages * self.messages,
+        )
+
+
+USUAL = GradientExchange()
 
 
 @dataclass(frozen=True)

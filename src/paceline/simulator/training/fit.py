@@ -14,7 +14,7 @@ import numpy as np
 from paceline.simulator.training.batch import StepBatch
 from paceline.simulator.training.likeness import SPREAD, Features, covariance
 from paceline.simulator.training.parameters import CASE, PARAMETERS
-from paceline.simulator.training.price import price, roofline_s
+from paceline.simulator.training.price import find_unmeasured_spread, price, roofline_s
 from paceline.topology.cluster import Floats
 
 ROW_SPREAD = 0.03
@@ -174,8 +174,10 @@ class Posterior:
         if self.case is not None:
             together = slopes @ self.covariance @ self.case.slopes.T + self._alike(features, self.case)
             variance -= np.einsum("ij,jk,ik->i", together, self.case.inverse, together)
+        terms = self.estimate(batch, features)
         noise = ROW_SPREAD**2 * (self.case.row_widening if self.case is not None else 1.0)
-        return StepPrediction(self.estimate(batch, features), np.sqrt(np.maximum(variance, 0.0) + noise))
+        spreads = np.sqrt(np.maximum(variance, 0.0) + noise + find_unmeasured_spread(terms) ** 2)
+        return StepPrediction(terms, spreads)
 
     def covary(self, batch: StepBatch, features: Features) -> Floats:
         """Return the covariance of the logarithms of steps; its diagonal is the square of the spreads of `predict`."""
@@ -185,7 +187,8 @@ class Posterior:
         if self.case is not None:
             together = slopes @ self.covariance @ self.case.slopes.T + self._alike(features, self.case)
             joint -= together @ self.case.inverse @ together.T
-        return np.asarray(joint + np.eye(batch.num_steps) * of_rows * ROW_SPREAD**2)
+        unmeasured = find_unmeasured_spread(price(batch, self.logs)) ** 2
+        return np.asarray(joint + np.eye(batch.num_steps) * of_rows * ROW_SPREAD**2 + np.diag(unmeasured))
 
     def _alike(self, features: Features, case: SeenCase) -> Floats:
         return case.widening * self.unexplained.left(features, case.features)

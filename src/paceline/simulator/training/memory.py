@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from paceline.simulator.training.case import StepCase
-from paceline.simulator.training.description import Description
+from paceline.simulator.training.description import Description, find_kept
 from paceline.simulator.training.operators import Workload
 
 OPTIMIZER_STATE_BYTES = {
@@ -17,8 +17,6 @@ RUNTIME_BYTES = 2.2e9
 """Memory of the device's runtime, libraries and communication."""
 LOG_SPREAD = 0.10
 """Standard deviation of the logarithm of measured memory around this, over the shipped rows of both families."""
-_SAVED_BY_OPERATOR = 0.25
-"""Share of a block that is kept where every other product is computed again."""
 
 
 @dataclass(frozen=True)
@@ -30,12 +28,14 @@ class MemoryEstimate:
         activation_bytes: Activations that all micro-batches in flight keep for backward.
         working_bytes: Memory that one block or the head needs for a moment, with parameters gathered for it.
         total_bytes: All of it, with allocator and runtime.
+        host_bytes: Memory of the host for what waits there.
     """
 
     state_bytes: float
     activation_bytes: float
     working_bytes: float
     total_bytes: float
+    host_bytes: float = 0.0
 
 
 def estimate_memory(description: Description) -> MemoryEstimate:
@@ -47,27 +47,22 @@ def estimate_memory(description: Description) -> MemoryEstimate:
     ends = workload.embedding_parameters + (workload.head_parameters if stages == 1 else 0.0)
     parameters = per_stage + ends
     state = parameters * _state_bytes(case)
-    whole_block = workload.kept_bytes / case.model.num_blocks
-    if case.recompute == "full":
-        kept, block = workload.kept_inputs_bytes, whole_block
-    elif case.recompute == "selective" and workload.kept_selective_bytes is not None:
-        kept, block = workload.kept_selective_bytes + workload.kept_inputs_bytes, whole_block
-    elif case.recompute == "selective" and case.attention == "fused":
-        kept, block = workload.kept_bytes * _SAVED_BY_OPERATOR, whole_block
-    elif case.recompute == "selective":
-        kept, block = workload.kept_bytes - workload.kept_scores_bytes, whole_block
-    else:
-        kept, block = workload.kept_bytes, 0.0
-    if case.is_compiled and case.recompute != "full":
-        kept *= 0.9  # what is fused is kept once
+    kept, block = find_kept(case, workload)
     # With few layers a stage, keeping all takes no more than computing again.
     activations = min(
         _activation_bytes(case, workload, kept, block), _activation_bytes(case, workload, workload.kept_bytes, 0.0)
     )
     gathered = 2 * workload.block_parameters / case.model.num_blocks + ends if case.num_shards > 1 else 0.0
     working = gathered * (2.0 if case.zero_stage == 3 else 0.0)
+    waiting = 0.0
+    if case.offloads_activations:
+        # Two blocks are on the device: that which backward is at, and the one that comes back before it is needed.
+        staying = min(2 * max(kept / case.model.num_blocks, block) + workload.head_bytes, activations)
+        activations, waiting = staying, activations - staying
+    if case.offloads_optimizer:
+        waiting += parameters * (8.0 + OPTIMIZER_STATE_BYTES[case.optimizer])  # copies of parameters and gradients too
     total = (state + activations + working) * ALLOCATOR + RUNTIME_BYTES
-    return MemoryEstimate(state, activations, working, total)
+    return MemoryEstimate(state, activations, working, total, waiting)
 
 
 def _activation_bytes(case: StepCase, workload: Workload, kept: float, block: float) -> float:
@@ -90,14 +85,15 @@ def _count_in_flight(case: StepCase) -> float:
 
 def _state_bytes(case: StepCase) -> float:
     """Return the bytes of state for each parameter of a rank's stage and slice."""
-    optimizer = OPTIMIZER_STATE_BYTES[case.optimizer]
+    optimizer = 0.0 if case.offloads_optimizer else OPTIMIZER_STATE_BYTES[case.optimizer]
+    exchange = case.exchange.state_bytes
     shards = case.num_shards
     if case.precision in ("fp32", "tf32"):
         parameter, gradient, master = 4.0, 4.0, 0.0
     else:
         parameter, gradient, master = 2.0, 2.0, 4.0
     if shards > 1 and case.zero_stage == 3:
-        return (max(parameter, 4.0) + 4.0 + optimizer) / shards
+        return (max(parameter, 4.0) + 4.0 + optimizer + exchange) / shards
     if shards > 1 and case.zero_stage == 2:
-        return parameter + (gradient + master + optimizer) / shards
-    return parameter + gradient + (master + optimizer) / shards
+        return parameter + exchange + (gradient + master + optimizer) / shards
+    return parameter + gradient + exchange + (master + optimizer) / shards

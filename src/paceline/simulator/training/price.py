@@ -13,9 +13,11 @@ from paceline.topology.cluster import Floats, Integers
 
 TERMS = (
     "matrix", "attention", "pointwise", "loss", "launch", "tensor", "context", "pipeline", "bubble", "sharded", "data",
-    "slowdown", "optimizer", "straggler",
+    "slowdown", "optimizer", "coding", "offload", "straggler",
 )  # fmt: skip
 """Parts of a step's time: they add up to it."""
+_UNMEASURED = {"coding": 0.4, "offload": 0.3}
+"""Standard deviation of the logarithm of terms that no shipped row has."""
 _CLASSES = {
     "matrix": ((Kind.MATRIX, Kind.CONVOLUTION), "case_matrix"),
     "attention": ((Kind.BATCHED, Kind.FUSED), "case_attention"),
@@ -33,6 +35,13 @@ def price(batch: StepBatch, logs: Floats) -> Floats:
         logs: Logarithms of the parameters, in the order of `INDEX`.
     """
     return _Pricing(batch, logs).price()
+
+
+def find_unmeasured_spread(terms: Floats) -> Floats:
+    """Return the standard deviation of the logarithm of steps, shape (steps, terms), by what no shipped row has."""
+    share = terms / terms.sum(axis=1)[:, None]
+    squares = sum(((share[:, TERMS.index(name)] * spread) ** 2 for name, spread in _UNMEASURED.items()), np.zeros(1))
+    return np.asarray(np.sqrt(squares))
 
 
 def roofline_s(batch: StepBatch) -> Floats:
@@ -72,7 +81,9 @@ class _Pricing:
         shard, exposed_shard = self._hide(Axis.SHARD, np.maximum(0.0, busy - hidden), "exposed_shard")
         hidden = hidden + shard - exposed_shard
         free = np.maximum(0.0, busy - hidden) * column["hides_data"]
-        data, exposed_data = self._hide(Axis.DATA, free, "exposed_data")
+        steps = column["hidden_steps"]
+        free = np.where(steps < 0, free, np.maximum(0.0, busy - hidden) * micro * steps)
+        data, exposed_data = self._hide(Axis.DATA, free, "exposed_data", column["data_parts"])
         hidden = hidden * micro + data - exposed_data
         send = self._sum_exchanges(Axis.PIPELINE) * self.of("case_network")
         terms = {
@@ -86,6 +97,8 @@ class _Pricing:
             "data": exposed_data,
             "slowdown": hidden * self.of("slowdown"),
             "optimizer": column["optimizer"] * self.of("update") / self.bandwidth,
+            "coding": column["coding"] / self.bandwidth,
+            "offload": self._offload_times(busy),
         }
         work = sum(terms.values(), np.zeros(self.batch.num_steps))
         terms["straggler"] = work * self.of("straggler") * np.sqrt(2 * np.log(column["num_ranks"]))
@@ -140,10 +153,18 @@ class _Pricing:
         hidden = np.minimum(tensor, matrix) * can_hide
         return tensor - hidden, hidden
 
-    def _hide(self, axis: Axis, computing: Floats, exposed: str) -> tuple[Floats, Floats]:
+    def _offload_times(self, busy: Floats) -> Floats:
+        """Return the wait for the host: activations travel beside a third (forward), then the rest of computing."""
+        column = self.column
+        sent_s = column["sent_activations"] / column["host_link"]
+        waits_s = np.maximum(0.0, sent_s - busy / 3) + np.maximum(0.0, sent_s - busy * 2 / 3)
+        update_s = column["sent_update"] / column["host_link"] + column["host_update"] / column["host_memory"]
+        return np.asarray(waits_s * column["micro_batches"] + update_s)
+
+    def _hide(self, axis: Axis, computing: Floats, exposed: str, parts: Floats | float = 1.0) -> tuple[Floats, Floats]:
         """Return an exchange and the part that is waited for: its first block's, or what outlasts computing."""
         whole = self._sum_exchanges(axis) * self.of("case_network")
-        first = whole / np.maximum(self.column["num_blocks"], 1.0)
+        first = whole / np.maximum(self.column["num_blocks"] * parts, 1.0)
         return whole, np.maximum(first, whole - computing * max(0.0, 1 - self.of(exposed)))
 
     def _operator_times(self) -> Floats:

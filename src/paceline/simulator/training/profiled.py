@@ -8,6 +8,7 @@ from paceline.simulator.training.answers import QUANTILE, answer_rows
 from paceline.simulator.training.case import StepCase, make_case
 from paceline.simulator.training.contract import Row
 from paceline.simulator.training.energy import estimate_energy_j
+from paceline.simulator.training.exchanges import USUAL
 from paceline.simulator.training.profile import Profile, spread_of
 from paceline.simulator.training.traced_shape import TracedShape
 
@@ -39,6 +40,8 @@ def find_misfit(case: StepCase, profile: Profile) -> str:
         return f"it was measured in {profile.model.precision}, and the step is in {case.precision}"
     if case.recompute != "none" or case.is_compiled:
         return "it was measured without recomputation and compiler"
+    if case.exchange != USUAL or case.offload != "none":
+        return "it was measured with gradients averaged in every step, and nothing offloaded"
     return ""
 
 
