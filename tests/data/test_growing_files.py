@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 from file_samples import write_shards
+from store_fixtures import QUICK, faulty_store
 
 from paceline.comm import LocalGroup
 from paceline.data import FileData, FileSource, Loader
@@ -175,6 +176,31 @@ def test_an_index_that_is_being_written_is_read_the_next_time(tmp_path):
         assert loader.grow() is None
     manifest.write_bytes(whole)
     assert loader.grow() == 20
+
+
+@pytest.mark.parametrize("disk_bytes", [0, 2**24])
+def test_an_index_in_a_store_is_read_anew(tmp_path, monkeypatch, disk_bytes):
+    settings = QUICK.model_copy(update={"disk_bytes": disk_bytes, "disk_folder": tmp_path / "cache"})
+    folder = write_shards(tmp_path / "data", "jsonl", make_rows(0, 20), 2)
+    with faulty_store(monkeypatch, {}) as (server, _):
+
+        def upload():
+            for path in folder.rglob("*.*"):
+                if path.is_file():
+                    server.objects[f"bucket/data/{path.relative_to(folder).as_posix()}"] = path.read_bytes()
+
+        upload()
+        source = FileSource("s3://bucket/data", grows=True, store=settings)
+        loader = Loader(source, 6, prefetch=0, num_epochs=2)
+        used = take_numbers([loader])
+        add_shard(folder, 2)
+        upload()
+        assert loader.grow() == 20
+        while not loader._ending.is_reached(loader.position):
+            used += take_numbers([loader])
+        source.storage.close()
+    assert sorted(used[:20]) == list(range(20))
+    assert sorted(used[20:]) == list(range(30))
 
 
 def test_growth_does_not_go_with_what_fixes_the_data(tmp_path):

@@ -219,6 +219,7 @@ class FileSource(Source):
             DataError: See `list_shards`.
         """
         before = self.manifest.files
+        self._where.storage.forget(f"{self._where.index_folder}/")
         self.manifest.check_files(self._where.list_files([file.path for file in before]), self._place)
         try:
             index = find_index(self._where, self.manifest.format, self._sequence_length)
