@@ -148,6 +148,18 @@ def test_every_sample_is_used_once_in_each_epoch_of_its_time(tmp_path):
     torch.testing.assert_close(len(used), 80)
 
 
+def test_held_out_samples_grow_too_where_a_function_makes_batches(tmp_path):
+    folder = write_shards(tmp_path / "data", "jsonl", make_rows(0, 20), 2)
+    splits = FileData(path=str(folder), input="x", num_classes=2, grows=True).open()
+    for parts in (splits, splits.with_collate(torch.utils.data.default_collate)):
+        assert (len(parts.train), len(parts.held_out)) == (18, 2)
+    add_shard(folder, 2)
+    parts.train.list_shards(looks=True)
+    parts.train.take_shards(3)
+    assert (len(parts.train), len(parts.held_out)) == (27, 3)
+    assert len(parts.held_out.read(np.arange(3))[1]) == 3
+
+
 def test_what_was_there_must_stay(tmp_path):
     folder = write_shards(tmp_path / "data", "jsonl", make_rows(0, 20), 2)
     loader = Loader(FileSource(folder, grows=True), 6)

@@ -3,6 +3,7 @@
 import copy
 import threading
 import warnings
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate
@@ -100,6 +101,8 @@ class FileSource(Source):
                 f"data that grows must be a folder without a snapshot, but got {self._place} and {snapshot!r}; leave "
                 "--data.snapshot out, and name the folder"
             )
+        self._alike: weakref.WeakSet[FileSource] = weakref.WeakSet([self])
+        """This source and those made from it, which grow together."""
         self._classes = list(classes)
         self._found = find_index(place, format, sequence_length)
         self._take(self._found, len(self._found.manifest.files))
@@ -209,8 +212,10 @@ class FileSource(Source):
         return [path for path in self._found.ignored if path.lower().endswith(ending)]
 
     def take_shards(self, num_shards: int) -> None:
-        """Have the samples of the first files."""
-        self._take(self._found, num_shards)
+        """Have the samples of the first files; so have sources made from this one."""
+        for source in list(self._alike):
+            source._found = self._found
+            source._take(self._found, num_shards)
 
     def _look(self) -> Index:
         """Return an index of the files that are there by now; the old one while a new one is being written.
@@ -236,14 +241,19 @@ class FileSource(Source):
 
     def transformed(self, transform: Callable[[dict[str, Any]], Any], *, is_thread_safe: bool = False) -> "FileSource":
         """Return the source with another function that makes samples; it shares the index."""
-        other = copy.copy(self)
+        other = self._copy()
         other._transform, other.is_thread_safe = transform, is_thread_safe
         return other
 
     def with_collate(self, collate_fn: CollateFn) -> "FileSource":
         """Return the source with another function that makes a batch from a list of samples; it shares the index."""
-        other = copy.copy(self)
+        other = self._copy()
         other.collate_fn, other.stacks = collate_fn, False
+        return other
+
+    def _copy(self) -> "FileSource":
+        other = copy.copy(self)
+        self._alike.add(other)
         return other
 
     def locate(self, indices: Indices) -> list[Extent]:
