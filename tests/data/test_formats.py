@@ -168,6 +168,7 @@ def test_a_key_that_hides_another_and_text_of_another_coding_are_bad_samples(tmp
     for name, content, words in (
         ("a.jsonl", b'{"n": 1}\n{"n": 1, "n": 2}\n', r"a\.jsonl: the line at byte 9 .* key 'n' is there twice"),
         ("b.jsonl", b'{"a": {"n": 1, "n": 2}}\n', "key 'n' is there twice"),
+        ("d.jsonl", b'{"a.b": 1, "a": 2}\n', r"d\.jsonl must be readable, but: .* a holds both"),
         ("c.txt", "abc größe".encode("latin-1"), r"c\.txt must be text in UTF-8, but byte 6 is 0xf6; convert it"),
     ):
         (tmp_path / name).write_bytes(content)

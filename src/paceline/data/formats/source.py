@@ -318,7 +318,7 @@ class FileSource(Source):
             BadSample: A sample is damaged.
             DataError: A file cannot be read.
         """
-        return [nest(sample) for sample in self.read_leaves(indices)]
+        return [self._nest(one) for one in self.fetch(indices)]
 
     def read_leaves(self, indices: Indices) -> list[Sample]:
         """Return samples as the files hold them, with dotted names in place of trees."""
@@ -331,16 +331,26 @@ class FileSource(Source):
         return self._make(self.fetch(np.array([index % self._num_samples]))[0])
 
     def _make(self, fetched: _Fetched) -> Any:
-        tree = nest(self._decode_leaves(fetched))
-        key = str(tree.get(KEY, ""))
+        tree = self._nest(fetched)
         try:
             if self._transform is not None:
                 return self._transform(tree)
             return _decode_images({name: value for name, value in tree.items() if name != KEY})
         except DataError as error:
-            path = f"{self._where.storage.url}/{fetched.path}" if fetched.path else self._place
-            message = f"sample {key!r} of {path} must be readable, but: {error}"
-            raise BadSample(message, path=path, key=key, reason=str(error)) from error
+            raise self._explain(fetched, tree, error) from error
+
+    def _nest(self, fetched: _Fetched) -> dict[str, Any]:
+        leaves = self._decode_leaves(fetched)
+        try:
+            return nest(leaves)
+        except DataError as error:
+            raise self._explain(fetched, leaves, error) from error
+
+    def _explain(self, fetched: _Fetched, sample: Mapping[str, Any], error: DataError) -> BadSample:
+        key = str(sample.get(KEY, ""))
+        path = f"{self._where.storage.url}/{fetched.path}" if fetched.path else self._place
+        message = f"sample {key!r} of {path} must be readable, but: {error}"
+        return BadSample(message, path=path, key=key, reason=str(error))
 
     def _find_records(self, indices: Indices) -> tuple[NDArray[np.int64], NDArray[np.int64] | None]:
         """Return the records of samples, and their places in these; None where each record holds one."""
