@@ -125,6 +125,16 @@ def test_text_becomes_tokens_of_a_tokenizer(tmp_path, run_here):
     assert all("text" not in sample for sample in found)
 
 
+def test_documents_that_are_joined_are_called_so_and_the_output_is_of_this_machine(tmp_path, run_here):
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data/a.jsonl").write_text('{"text": "a short story"}\n{"text": "line line"}\n')
+    prepared = run_here("data", "prepare", tmp_path / "data", tmp_path / "out", "--format", "text", "--processes", 1)
+    assert "2 joined documents of 2 in 1 files of format text" in prepared.stdout, prepared.stderr
+    refused = run_here("data", "prepare", tmp_path / "data", "s3://bucket/out")
+    assert refused.returncode != 0
+    assert "OUT must be a folder of this machine, but got s3://bucket/out" in refused.stderr
+
+
 def test_sizes_have_units():
     assert [parse_bytes(text) for text in ("64MB", "1.5 KiB", "10", "2gb")] == [64 * 10**6, 1536, 10, 2 * 10**9]
     with pytest.raises(

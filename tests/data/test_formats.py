@@ -153,6 +153,51 @@ def test_empty_frames_and_lines_of_spaces_lose_no_line(tmp_path, name, parts):
     assert [tree["n"] for tree in source.read_trees(np.arange(len(source)))] == [0, 1]
 
 
+@pytest.mark.filterwarnings("ignore::paceline.data.NoIndexWarning")
+def test_gzip_members_may_have_zeros_behind_them(tmp_path):
+    zeros, more = bytes(700), bytes((1 << 20) + 5)
+    parts = [b'{"n": 0}\n{"n"', zeros, b": 1}\n", more, b'{"n": 2}', zeros]
+    packed = [gzip.compress(part) if part.strip(b"\0") else part for part in parts]
+    (tmp_path / "a.jsonl.gz").write_bytes(b"".join(packed))
+    source = FileSource(tmp_path)
+    assert [tree["n"] for tree in source.read_trees(np.arange(len(source)))] == [0, 1, 2]
+
+
+@pytest.mark.filterwarnings("ignore::paceline.data.NoIndexWarning")
+def test_a_key_that_hides_another_and_text_of_another_coding_are_bad_samples(tmp_path):
+    for name, content, words in (
+        ("a.jsonl", b'{"n": 1}\n{"n": 1, "n": 2}\n', r"a\.jsonl: the line at byte 9 .* key 'n' is there twice"),
+        ("b.jsonl", b'{"a": {"n": 1, "n": 2}}\n', "key 'n' is there twice"),
+        ("d.jsonl", b'{"a.b": 1, "a": 2}\n', r"d\.jsonl must be readable, but: .* a holds both"),
+        ("c.txt", "abc größe".encode("latin-1"), r"c\.txt must be text in UTF-8, but byte 6 is 0xf6; convert it"),
+    ):
+        (tmp_path / name).write_bytes(content)
+        source = FileSource(tmp_path / name)
+        with pytest.raises(BadSample, match=words):
+            source.read_trees(np.arange(len(source)))
+
+
+@pytest.mark.parametrize("indexed", [True, False])
+@pytest.mark.filterwarnings("ignore::paceline.data.NoIndexWarning")
+def test_columns_in_the_names_of_folders_are_leaves(tmp_path, indexed):
+    pyarrow = import_pyarrow()
+    for folder, numbers in (("label=3/k=a%20b", [0, 1]), ("label=12/k=7", [2]), ("label=12/k=x", [3])):
+        (tmp_path / "data" / folder).mkdir(parents=True)
+        pyarrow.parquet.write_table(pyarrow.table({"n": numbers}), tmp_path / "data" / folder / "part.parquet")
+    null = tmp_path / "data/label=__HIVE_DEFAULT_PARTITION__"
+    null.mkdir()
+    pyarrow.parquet.write_table(pyarrow.table({"n": [4]}), null / "part.parquet")
+    if indexed:
+        assert write_index(open_place(tmp_path / "data"), "auto").about["largest"]["label"] == 12
+    source = FileSource(tmp_path / "data")
+    found = {tree["n"]: (tree.get("label"), tree.get("k")) for tree in source.read_trees(np.arange(len(source)))}
+    assert found == {0: (3, "a b"), 1: (3, "a b"), 2: (12, "7"), 3: (12, "x"), 4: (None, None)}
+    (tmp_path / "twice/n=1").mkdir(parents=True)
+    pyarrow.parquet.write_table(pyarrow.table({"n": [4]}), tmp_path / "twice/n=1/part.parquet")
+    with pytest.raises(DataError, match=r"has n as one and in a folder's name; rename the folder"):
+        FileSource(tmp_path / "twice")
+
+
 def test_a_record_that_holds_another_number_of_samples_than_indexed_is_told(tmp_path):
     path, line = tmp_path / "a.jsonl.gz", b'{"n": 1}\n'
     path.write_bytes(gzip.compress(line * 2, compresslevel=0))

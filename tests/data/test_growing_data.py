@@ -1,4 +1,5 @@
 import json
+import time
 
 import pytest
 import torch
@@ -88,6 +89,20 @@ def test_changes_of_the_batch_stay_at_their_steps():
     assert loader.grow() == 10
     assert loader._batches.position_of(8) == 36
     assert [len(step([loader])) for _ in range(13)] == [5, 5, 5, 5, 3, 5, 5, 3, 4, 4, 4, 1, 4]
+
+
+def test_a_loop_may_grow_its_data_while_all_that_may_be_read_ahead_has_been():
+    source = Growing(10)
+    loader, used = Loader(source, 5, grows=True, num_steps=10), []
+    for number, batch in enumerate(loader):
+        used += batch.data.tolist()
+        if number == 1:
+            source.sizes.append(3)
+            while loader._ledger.next_claim < 25:  # the current step, two that are ready, and one more
+                time.sleep(0.01)
+            assert loader.grow() == 30
+    assert [sorted(used[start : start + 10]) for start in (0, 10, 20)] == [list(range(10))] * 3
+    assert sorted(used[30:43]) == list(range(13))
 
 
 def test_growth_is_asked_for_and_refused_where_it_cannot_be():

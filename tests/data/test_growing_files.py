@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 from file_samples import write_shards
+from store_fixtures import QUICK, faulty_store
 
 from paceline.comm import LocalGroup
 from paceline.data import FileData, FileSource, Loader
@@ -147,6 +148,18 @@ def test_every_sample_is_used_once_in_each_epoch_of_its_time(tmp_path):
     torch.testing.assert_close(len(used), 80)
 
 
+def test_held_out_samples_grow_too_where_a_function_makes_batches(tmp_path):
+    folder = write_shards(tmp_path / "data", "jsonl", make_rows(0, 20), 2)
+    splits = FileData(path=str(folder), input="x", num_classes=2, grows=True).open()
+    for parts in (splits, splits.with_collate(torch.utils.data.default_collate)):
+        assert (len(parts.train), len(parts.held_out)) == (18, 2)
+    add_shard(folder, 2)
+    parts.train.list_shards(looks=True)
+    parts.train.take_shards(3)
+    assert (len(parts.train), len(parts.held_out)) == (27, 3)
+    assert len(parts.held_out.read(np.arange(3))[1]) == 3
+
+
 def test_what_was_there_must_stay(tmp_path):
     folder = write_shards(tmp_path / "data", "jsonl", make_rows(0, 20), 2)
     loader = Loader(FileSource(folder, grows=True), 6)
@@ -175,6 +188,31 @@ def test_an_index_that_is_being_written_is_read_the_next_time(tmp_path):
         assert loader.grow() is None
     manifest.write_bytes(whole)
     assert loader.grow() == 20
+
+
+@pytest.mark.parametrize("disk_bytes", [0, 2**24])
+def test_an_index_in_a_store_is_read_anew(tmp_path, monkeypatch, disk_bytes):
+    settings = QUICK.model_copy(update={"disk_bytes": disk_bytes, "disk_folder": tmp_path / "cache"})
+    folder = write_shards(tmp_path / "data", "jsonl", make_rows(0, 20), 2)
+    with faulty_store(monkeypatch, {}) as (server, _):
+
+        def upload():
+            for path in folder.rglob("*.*"):
+                if path.is_file():
+                    server.objects[f"bucket/data/{path.relative_to(folder).as_posix()}"] = path.read_bytes()
+
+        upload()
+        source = FileSource("s3://bucket/data", grows=True, store=settings)
+        loader = Loader(source, 6, prefetch=0, num_epochs=2)
+        used = take_numbers([loader])
+        add_shard(folder, 2)
+        upload()
+        assert loader.grow() == 20
+        while not loader._ending.is_reached(loader.position):
+            used += take_numbers([loader])
+        source.storage.close()
+    assert sorted(used[:20]) == list(range(20))
+    assert sorted(used[20:]) == list(range(30))
 
 
 def test_growth_does_not_go_with_what_fixes_the_data(tmp_path):

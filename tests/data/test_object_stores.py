@@ -218,6 +218,13 @@ def test_the_optional_client_is_not_imported_until_an_url_is_opened():
     assert "obstore" not in done.stdout
 
 
+def test_objects_that_the_client_cannot_name_are_told(store):
+    server, _, storage = store
+    server.objects["bucket/data//odd.bin"] = b"abc"
+    with pytest.raises(DataError, match=r'names of parts between single /, but: .*"data//odd.bin".*; rename it'):
+        storage.list_files()
+
+
 def test_moto_behind_faults(monkeypatch):
     """A real implementation of S3: ranges, conditions and lists mean the same there."""
     faults = itertools.cycle(["", "503", "", "truncate", "drop"])
@@ -245,3 +252,5 @@ def test_moto_behind_faults(monkeypatch):
             storage.read("a.bin", 0, 10, version=version)
         storage.remove(["a.bin"])
         assert storage.find("a.bin") is None
+        with pytest.raises(DataError, match="s3://none/data must be in a bucket that is there"):
+            open_store("s3://none/data", QUICK).list_files()

@@ -187,6 +187,31 @@ def test_a_tokenizer_runs_once_where_tokens_are_kept(tmp_path, tokenizer, monkey
         encode_documents(texts[:2], tokenizer, cache)
 
 
+def test_text_of_another_coding_is_told_to_who_gives_a_tokenizer(tmp_path, tokenizer):
+    folder = write_texts(tmp_path / "texts")
+    for path in folder.iterdir():
+        path.write_text("the order of the data")
+    (folder / "old.txt").write_bytes("the größe".encode("latin-1"))
+    assert PackedText(path=folder).open().train is not None, "bytes may be any"
+    with pytest.raises(DataError, match=r"old\.txt must be text in UTF-8, but byte 6 is 0xf6; convert it"):
+        PackedText(path=folder, tokenizer=tokenizer).open()
+    joined = tmp_path / "joined.txt"
+    joined.write_bytes("the data\n\nthe order\n\nthe größe".encode())
+    cut = PackedText(path=joined, tokenizer=tokenizer, max_bytes=27)
+    assert cut.open().train is not None, "a limit may cut a character"
+
+
+def test_numbers_that_a_tokenizer_leaves_out_are_in_its_vocabulary(tmp_path):
+    package = pytest.importorskip("tokenizers")
+    words = {"the": 0, "[UNK]": 1, "data": 70_000}
+    made = package.Tokenizer(package.models.WordLevel(words, unk_token="[UNK]"))
+    made.pre_tokenizer = package.pre_tokenizers.Whitespace()
+    made.save(str(tmp_path / "holes.json"))
+    found = encode_documents([b"the data", b"data"], tmp_path / "holes.json", None)
+    assert found.tokens.tolist() == [0, 70_000, 70_000]
+    assert found.vocab_size == 70_001
+
+
 def test_a_tokenizer_that_cuts_and_pads_for_its_last_user_does_neither_here(tmp_path, tokenizer):
     from tokenizers import Tokenizer
 

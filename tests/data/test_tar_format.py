@@ -55,6 +55,12 @@ def test_names_up_to_the_first_dot_are_one_sample_in_every_dialect(tmp_path, for
     assert second == {"__key__": "b", "txt": "café", "json": {"n": [1, 2]}}
 
 
+def test_files_that_macos_puts_beside_others_are_no_data(tmp_path):
+    names = ("._.DS_Store", ".DS_Store", "._a.cls", "a.cls", "._a.txt", "a.txt", "d/._b.cls", "d/b.cls")
+    write_tar(tmp_path, [(name, b"7") for name in names])
+    assert read_tar(tmp_path) == [{"__key__": "a", "cls": 7, "txt": "7"}, {"__key__": "d/b", "cls": 7}]
+
+
 def test_parts_of_a_sample_that_are_apart_are_refused(tmp_path):
     write_tar(tmp_path, [("a.cls", b"1"), ("b.cls", b"2"), ("a.txt", b"x")])
     with pytest.raises(

@@ -67,7 +67,7 @@ def check(
 @commands.command()
 def prepare(
     data: Place,
-    out: Annotated[Path, typer.Argument(help="Folder for the shards.")],
+    out: Annotated[str, typer.Argument(help="Folder of this machine for the shards.")],
     to: Annotated[str, typer.Option("--format", help="Format to write.")] = "tar",
     source_format: Annotated[str, typer.Option("--from", help="Format of the data; auto for what names say.")] = "auto",
     shard_bytes: Annotated[str, typer.Option("--shard_bytes", help="Size of a shard's file, such as 64MB.")] = "64MB",
@@ -88,12 +88,17 @@ def prepare(
     from paceline.data.formats import find_format
     from paceline.data.formats.prepare import prepare as convert
     from paceline.data.formats.source import FileSource
+    from paceline.data.storage import find_local
+    from paceline.errors import SettingsError
 
-    find_format(to, ())
+    form = find_format(to, ())
+    folder = find_local(out)
+    if folder is None:
+        raise SettingsError(f"OUT must be a folder of this machine, but got {out}; prepare here, then copy the folder")
     source = FileSource(data, format=source_format, sequence_length=sequence_length)
     prepared = convert(
         source,
-        out,
+        folder,
         to,
         parse_bytes(shard_bytes),
         num_processes=processes or _count_cores(),
@@ -101,8 +106,9 @@ def prepare(
         hook_name=_name_hook(keep, change, tokenizer),
     )
     by_bytes, by_samples = prepared.balance
+    what = "joined documents" if form.is_strided else "samples"
     typer.echo(
-        f"{out}: {prepared.num_samples:,} samples of {prepared.num_read:,} in {len(prepared.manifest.files):,} files "
+        f"{folder}: {prepared.num_samples:,} {what} of {prepared.num_read:,} in {len(prepared.manifest.files):,} files "
         f"of format {to}; the largest shard has {by_bytes:.3f} times the bytes of the smallest, and {by_samples:.3f} "
         "times its samples"
     )

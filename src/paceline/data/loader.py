@@ -180,6 +180,13 @@ class Loader(StepPlan):
             return len(steps) * self._micro_batches.count(0)
         return sum(self._micro_batches.count(self._batches.position_of(step)) for step in steps)
 
+    @property
+    def begun(self) -> int:
+        """Position after the current batch of a loop, which counts as used only once the next one is asked for."""
+        if self.in_hand is None or self._dispatcher is not None:
+            return self.position
+        return max(self.position, self.in_hand.interval.stop)
+
     def ack(self, batch: Batch) -> None:
         """Note that the step of `batch` is done, so that a checkpoint written now does not repeat it."""
         self.in_hand = None

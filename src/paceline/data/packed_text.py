@@ -13,6 +13,7 @@ from pydantic import Field
 from torch import Tensor
 
 from paceline.data.base import Data, Source, Spec, Splits
+from paceline.data.formats.leaves import describe_no_text
 from paceline.data.local_path import LocalPath
 from paceline.data.masked_text import NOT_ASKED
 from paceline.data.orders import Indices
@@ -82,13 +83,28 @@ class PackedText(Data):
     def _read_folder(self, folder: Path) -> list[bytes]:
         suffix, excluded = (".py", LEFT_OUT) if self.path is None else ("", frozenset[str]())
         files = limit_files(list(find_texts(folder, suffix, excluded)), self.max_bytes)
-        return [file.path.read_bytes()[: file.num_bytes] for file in files]
+        return [self._read(file.path, file.num_bytes) for file in files]
 
     def _read_file(self, path: Path) -> list[bytes]:
-        content = path.read_bytes()[: self.max_bytes]
+        content = self._read(path, self.max_bytes)
         return (
             [part for part in content.split(self.separator.encode()) if part.strip()] if self.separator else [content]
         )
+
+    def _read(self, path: Path, num_bytes: int | None) -> bytes:
+        """Return the beginning of a file, which must be text where a tokenizer reads it; the end may cut a character.
+
+        Raises:
+            DataError: The file must be text in UTF-8, and is not.
+        """
+        whole = path.read_bytes()
+        if self.tokenizer is not None:
+            try:
+                whole.decode()
+            except UnicodeDecodeError as error:
+                if num_bytes is None or error.start < num_bytes:
+                    raise DataError(f"{path} must be text in UTF-8, but {describe_no_text(whole, error)}") from error
+        return whole[:num_bytes]
 
 
 class PackedSource(Source):

@@ -117,6 +117,11 @@ class StepPlan:
         return self._ledger.low_water
 
     @property
+    def begun(self) -> int:
+        """Position after the step that is in hand; that of the loader where none is."""
+        return self.position
+
+    @property
     def step(self) -> int:
         """Steps done at the position: those whose samples are all used. The last may be shorter than its batch."""
         step = self._batches.step_of(self.position)
@@ -284,7 +289,7 @@ class StepPlan:
     @property
     def _first_unread(self) -> int:
         """First position that no worker at this one's position can have begun to read."""
-        start = self._unread_from(self.position)
+        start = self._unread_from(self.begun)
         assert self._ledger.next_claim <= start, f"{self._ledger.next_claim} is read ahead, and {start} the bound"
         return start
 

@@ -16,7 +16,7 @@ from paceline.errors import DataError, missing_extra
 NUM_BYTES = 256
 _BATCH = 1000
 """Documents that a tokenizer is given at a time."""
-_VERSION = b"2"
+_VERSION = b"3"
 """Version of the files that are kept: other tokens for the same texts and tokenizer need another one."""
 
 
@@ -97,7 +97,7 @@ def _find_text(sample: dict[str, Any]) -> str:
 
 def _encode(texts: Sequence[bytes], path: Path) -> Documents:
     tokenizer = _open_tokenizer(path)
-    vocab_size = tokenizer.get_vocab_size()
+    vocab_size = max(tokenizer.get_vocab().values(), default=0) + 1  # numbers may be left out
     dtype = np.uint16 if vocab_size <= np.iinfo(np.uint16).max + 1 else np.uint32
     parts, lengths = [np.empty(0, dtype)], [0]
     for start in range(0, len(texts), _BATCH):

@@ -38,10 +38,11 @@ class Rows(Sequence[Sample]):
 
     Args:
         table: Table or record batch.
+        shared: Leaves that each row has beside its columns.
     """
 
-    def __init__(self, table: "pyarrow.Table | pyarrow.RecordBatch") -> None:
-        self._table = table
+    def __init__(self, table: "pyarrow.Table | pyarrow.RecordBatch", shared: Sample | None = None) -> None:
+        self._table, self._shared = table, shared or {}
         self._codings = [(field.metadata or {}).get(_CODING, b"").decode() for field in table.schema]
 
     def __len__(self) -> int:
@@ -55,7 +56,7 @@ class Rows(Sequence[Sample]):
         """Return a sample: leaves that are null are left out."""
         if isinstance(row, slice):
             return [self[place] for place in range(*row.indices(len(self)))]
-        sample: Sample = {}
+        sample: Sample = dict(self._shared)
         for place, (name, coding) in enumerate(zip(self._table.schema.names, self._codings, strict=True)):
             cell = self._table.column(place)[row]
             if cell.is_valid:

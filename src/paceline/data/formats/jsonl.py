@@ -58,6 +58,9 @@ class _Packed(Format):
     is_grouped: ClassVar[bool] = True
     has_digests: ClassVar[bool] = True
 
+    padding: ClassVar[bytes] = b""
+    """Byte that may fill the room after a frame."""
+
     def make_unpacker(self) -> Any:
         """Return what unpacks one frame: it has `decompress`, `eof` and `unused_data`."""
         raise NotImplementedError
@@ -71,7 +74,7 @@ class _Packed(Format):
 
         All of the file is unpacked once. A file of one frame is read whole for any of its samples.
         """
-        frames = _find_frames(self.make_unpacker, storage, file)
+        frames = _find_frames(self.make_unpacker, storage, file, self.padding)
         rows: list[tuple[int, int, int]] = []
         is_open = False
         for start, num_bytes, num_lines, ends_open in frames:
@@ -96,7 +99,7 @@ class _Packed(Format):
                 parts.append(unpacker.decompress(content))
                 if not unpacker.eof:
                     raise ValueError("a frame was cut")
-                content = unpacker.unused_data
+                content = unpacker.unused_data.lstrip(self.padding) if self.padding else unpacker.unused_data
         except Exception as error:  # each package has errors of its own
             message = f"{path}: the frame at byte {start} must be whole, but: {error}; fetch the file again"
             raise BadSample(message, path=path, key=str(start), reason=str(error)) from error
@@ -120,6 +123,7 @@ class JsonLinesGzip(_Packed):
 
     name: ClassVar[str] = "jsonl_gz"
     suffixes: ClassVar[tuple[str, ...]] = (".jsonl.gz", ".ndjson.gz", ".json.gz")
+    padding: ClassVar[bytes] = b"\0"
 
     def make_unpacker(self) -> Any:
         """Return what unpacks one member."""
@@ -155,11 +159,11 @@ def _import_zstandard() -> Any:
 
 
 def _find_frames(
-    make_unpacker: Callable[[], Any], storage: Storage, file: FileInfo
+    make_unpacker: Callable[[], Any], storage: Storage, file: FileInfo, padding: bytes
 ) -> list[tuple[int, int, int, bool]]:
     """Return first byte and size of each frame, the lines that end in it, and whether it ends inside a line.
 
-    Lines of spaces do not count; an empty frame ends no line.
+    Lines of spaces do not count; an empty frame ends no line. Padding after a frame is a part of it.
     """
     frames, start, is_open = [], 0, False
     with StorageFile(storage, file) as opened:
@@ -176,10 +180,20 @@ def _find_frames(
                 position += len(part)
                 num_here, is_open = _count_lines(unpacked, is_open)
                 num_lines += num_here
-            position -= len(unpacker.unused_data)
+            position = _pass_over(opened, position - len(unpacker.unused_data), padding)
             frames.append((start, position - start, num_lines, is_open))
             start = position
     return frames
+
+
+def _pass_over(opened: StorageFile, position: int, padding: bytes) -> int:
+    """Return the position of the first byte, from one on, that is no padding."""
+    while padding and (part := opened.read_at(position, _PART_BYTES)):
+        rest = part.lstrip(padding)
+        position += len(part) - len(rest)
+        if rest:
+            break
+    return position
 
 
 def _count_lines(content: bytes, is_open: bool) -> tuple[int, bool]:
@@ -198,13 +212,22 @@ def _count_lines(content: bytes, is_open: bool) -> tuple[int, bool]:
 
 def _read_line(line: bytes, path: str, start: int) -> Sample:
     try:
-        sample = json.loads(line)
+        sample = json.loads(line, object_pairs_hook=_make_object)
         if not isinstance(sample, dict):
             raise ValueError(f"it is no object but {type(sample).__name__}")
         return {name: _read_value(value) for name, value in flatten(_hide(sample)).items()}
     except (ValueError, KeyError, TypeError, DataError, RecursionError) as error:
         message = f"{path}: the line at byte {start} must be a JSON object, but: {error}; mend or remove it"
         raise BadSample(message, path=path, key=str(start), reason=str(error)) from error
+
+
+def _make_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return a JSON object, of which no key hides another."""
+    made = dict(pairs)
+    if len(made) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"the key {next(name for name in names if names.count(name) > 1)!r} is there twice")
+    return made
 
 
 class _Hidden:

@@ -215,6 +215,12 @@ def encode_text(text: str) -> bytes:
         ) from error
 
 
+def describe_no_text(content: bytes, error: UnicodeDecodeError) -> str:
+    """Return words on bytes that are no UTF-8, and what to do."""
+    byte, place = content[error.start], error.start
+    return f"byte {place} is {byte:#04x}; convert it, for instance by iconv -f latin1 -t utf-8"
+
+
 def check_array(array: np.ndarray[Any, np.dtype[Any]]) -> None:
     """Refuse an array of Python objects, or of several fields.
 

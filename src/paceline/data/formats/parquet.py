@@ -1,10 +1,11 @@
-"""Parquet files: a record is a row group."""
+"""Parquet files: a record is a row group; columns may be in the names of folders, such as ``label=3``."""
 
 import base64
 import functools
 import io
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
+from urllib.parse import unquote
 
 import numpy as np
 
@@ -15,6 +16,9 @@ from paceline.data.formats.leaves import Sample, check_leaves
 from paceline.data.storage import FileInfo, Storage
 from paceline.errors import BadSample, DataError
 
+_NULL = "__HIVE_DEFAULT_PARTITION__"
+"""Value of a folder whose rows have none."""
+
 
 class Parquet(Format):
     """Parquet files; columns are leaves. One sample costs the reading of its row group: write small ones."""
@@ -23,6 +27,14 @@ class Parquet(Format):
     suffixes: ClassVar[tuple[str, ...]] = (".parquet", ".pq")
     is_grouped: ClassVar[bool] = True
 
+    def describe(self, files: Sequence[FileInfo]) -> dict[str, Any]:
+        """Return for each column that is in the names of folders whether all its values are whole numbers."""
+        values: dict[str, list[str]] = {}
+        for file in files:
+            for name, value in _list_partitions(file.path):
+                values.setdefault(name, []).append(value)
+        return {"partitions": {name: all(map(_is_number, those)) for name, those in values.items()}} if values else {}
+
     def scan(self, storage: Storage, file: FileInfo) -> Scan:
         """Read the footer."""
         pyarrow = import_pyarrow()
@@ -30,6 +42,11 @@ class Parquet(Format):
             opened = pyarrow.parquet.ParquetFile(RangeReader(storage, file.path, file.num_bytes))
             metadata = opened.metadata
             check_names(opened.schema_arrow, file.path)
+            if twice := {name for name, _ in _list_partitions(file.path)}.intersection(opened.schema_arrow.names):
+                raise DataError(
+                    f"{file.path} must have each column once, but has {min(twice)} as one and in a folder's name; "
+                    "rename the folder"
+                )
         except (pyarrow.ArrowException, OSError) as error:
             raise DataError(f"{file.path} must be a whole Parquet file, but: {error}; fetch it again") from error
         rows = [
@@ -46,13 +63,15 @@ class Parquet(Format):
         """Return the samples of a row group."""
         pyarrow = import_pyarrow()
         metadata, starts = _read_footer(about["footer"])
+        numbers = about.get("partitions", {})
+        shared = {name: int(value) if numbers.get(name) else value for name, value in _list_partitions(path)}
         try:
             opened = pyarrow.parquet.ParquetFile(
                 RangeReader(None, path, about["num_bytes"], (start, content)),
                 metadata=metadata,
                 page_checksum_verification=True,
             )
-            return Rows(opened.read_row_group(starts[start], use_threads=False))
+            return Rows(opened.read_row_group(starts[start], use_threads=False), shared)
         except (pyarrow.ArrowException, OSError, ValueError) as error:
             message = f"{path}: the row group at byte {start} must be whole, but: {error}; fetch the file again"
             raise BadSample(message, path=path, key=str(start), reason=str(error)) from error
@@ -66,6 +85,17 @@ class Parquet(Format):
             table, buffer, row_group_size=rows, compression="zstd", use_dictionary=False, write_page_checksum=True
         )
         return buffer.getvalue()
+
+
+def _list_partitions(path: str) -> list[tuple[str, str]]:
+    """Return the columns that the names of a file's folders tell, as Hive and Spark write them, and their values."""
+    parts = [folder.partition("=") for folder in path.split("/")[:-1]]
+    return [(unquote(name), unquote(value)) for name, is_one, value in parts if name and is_one and value != _NULL]
+
+
+def _is_number(value: str) -> bool:
+    digits = value.removeprefix("-")
+    return digits.isascii() and digits.isdigit() and value == str(int(value))
 
 
 @functools.lru_cache(maxsize=64)

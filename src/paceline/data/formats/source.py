@@ -3,6 +3,7 @@
 import copy
 import threading
 import warnings
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate
@@ -100,6 +101,8 @@ class FileSource(Source):
                 f"data that grows must be a folder without a snapshot, but got {self._place} and {snapshot!r}; leave "
                 "--data.snapshot out, and name the folder"
             )
+        self._alike: weakref.WeakSet[FileSource] = weakref.WeakSet([self])
+        """This source and those made from it, which grow together."""
         self._classes = list(classes)
         self._found = find_index(place, format, sequence_length)
         self._take(self._found, len(self._found.manifest.files))
@@ -209,8 +212,10 @@ class FileSource(Source):
         return [path for path in self._found.ignored if path.lower().endswith(ending)]
 
     def take_shards(self, num_shards: int) -> None:
-        """Have the samples of the first files."""
-        self._take(self._found, num_shards)
+        """Have the samples of the first files; so have sources made from this one."""
+        for source in list(self._alike):
+            source._found = self._found
+            source._take(self._found, num_shards)
 
     def _look(self) -> Index:
         """Return an index of the files that are there by now; the old one while a new one is being written.
@@ -219,6 +224,7 @@ class FileSource(Source):
             DataError: See `list_shards`.
         """
         before = self.manifest.files
+        self._where.storage.forget(f"{self._where.index_folder}/")
         self.manifest.check_files(self._where.list_files([file.path for file in before]), self._place)
         try:
             index = find_index(self._where, self.manifest.format, self._sequence_length)
@@ -235,14 +241,19 @@ class FileSource(Source):
 
     def transformed(self, transform: Callable[[dict[str, Any]], Any], *, is_thread_safe: bool = False) -> "FileSource":
         """Return the source with another function that makes samples; it shares the index."""
-        other = copy.copy(self)
+        other = self._copy()
         other._transform, other.is_thread_safe = transform, is_thread_safe
         return other
 
     def with_collate(self, collate_fn: CollateFn) -> "FileSource":
         """Return the source with another function that makes a batch from a list of samples; it shares the index."""
-        other = copy.copy(self)
+        other = self._copy()
         other.collate_fn, other.stacks = collate_fn, False
+        return other
+
+    def _copy(self) -> "FileSource":
+        other = copy.copy(self)
+        self._alike.add(other)
         return other
 
     def locate(self, indices: Indices) -> list[Extent]:
@@ -307,7 +318,7 @@ class FileSource(Source):
             BadSample: A sample is damaged.
             DataError: A file cannot be read.
         """
-        return [nest(sample) for sample in self.read_leaves(indices)]
+        return [self._nest(one) for one in self.fetch(indices)]
 
     def read_leaves(self, indices: Indices) -> list[Sample]:
         """Return samples as the files hold them, with dotted names in place of trees."""
@@ -320,16 +331,26 @@ class FileSource(Source):
         return self._make(self.fetch(np.array([index % self._num_samples]))[0])
 
     def _make(self, fetched: _Fetched) -> Any:
-        tree = nest(self._decode_leaves(fetched))
-        key = str(tree.get(KEY, ""))
+        tree = self._nest(fetched)
         try:
             if self._transform is not None:
                 return self._transform(tree)
             return _decode_images({name: value for name, value in tree.items() if name != KEY})
         except DataError as error:
-            path = f"{self._where.storage.url}/{fetched.path}" if fetched.path else self._place
-            message = f"sample {key!r} of {path} must be readable, but: {error}"
-            raise BadSample(message, path=path, key=key, reason=str(error)) from error
+            raise self._explain(fetched, tree, error) from error
+
+    def _nest(self, fetched: _Fetched) -> dict[str, Any]:
+        leaves = self._decode_leaves(fetched)
+        try:
+            return nest(leaves)
+        except DataError as error:
+            raise self._explain(fetched, leaves, error) from error
+
+    def _explain(self, fetched: _Fetched, sample: Mapping[str, Any], error: DataError) -> BadSample:
+        key = str(sample.get(KEY, ""))
+        path = f"{self._where.storage.url}/{fetched.path}" if fetched.path else self._place
+        message = f"sample {key!r} of {path} must be readable, but: {error}"
+        return BadSample(message, path=path, key=key, reason=str(error))
 
     def _find_records(self, indices: Indices) -> tuple[NDArray[np.int64], NDArray[np.int64] | None]:
         """Return the records of samples, and their places in these; None where each record holds one."""

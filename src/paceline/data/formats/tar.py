@@ -24,6 +24,8 @@ _EXTENDED = b"xgLK"
 """Types of entries that tell the name or size of the entry after them."""
 _PASSED_OVER = b"5V"
 """Types of entries that hold nothing: folders, and the name of an archive."""
+_OF_MACOS = (".DS_Store", "._")
+"""Beginnings of the names of files that macOS puts beside others, which are no data."""
 _REFUSED = {
     "1": ("a second link to a file", "pack with --hard-dereference"),
     "2": ("a link to a file", "pack with --dereference"),
@@ -158,8 +160,9 @@ def _list_members(
             told |= _read_extended(kind, read_at(content, size))
         elif kind not in _PASSED_OVER:
             name = told.get("path") or _read_name(header)
-            _check_kind(chr(kind) if "sparse" not in told else "S", name, path)
-            yield begin, min(after, num_bytes), name, content, size
+            if not name.rpartition("/")[2].startswith(_OF_MACOS):
+                _check_kind(chr(kind) if "sparse" not in told else "S", name, path)
+                yield begin, min(after, num_bytes), name, content, size
         if kind not in _EXTENDED or kind == _GLOBAL:
             begin = -1
         if kind not in _EXTENDED:

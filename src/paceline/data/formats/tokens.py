@@ -11,9 +11,9 @@ import numpy as np
 
 from paceline.data.formats.base import Format, Scan, Stride
 from paceline.data.formats.files import RangeReader
-from paceline.data.formats.leaves import KEY, Sample, encode_text
+from paceline.data.formats.leaves import KEY, Sample, describe_no_text, encode_text
 from paceline.data.storage import FileInfo, Storage
-from paceline.errors import DataError
+from paceline.errors import BadSample, DataError
 
 TOKEN_TYPES = ("uint8", "uint16", "uint32", "int32", "int64")
 
@@ -117,7 +117,11 @@ class TextFiles(Format):
         """Return the sample of a record."""
         if self._sequence_length is not None:
             return [{"tokens": np.frombuffer(content, dtype=np.uint8)}]
-        return [{KEY: path.rpartition(".")[0], "text": content.decode(errors="replace")}]
+        try:
+            return [{KEY: path.rpartition(".")[0], "text": content.decode()}]
+        except UnicodeDecodeError as error:
+            reason = describe_no_text(content, error)
+            raise BadSample(f"{path} must be text in UTF-8, but {reason}", path=path, key="", reason=reason) from error
 
     def encode(self, samples: Sequence[Sample]) -> bytes:
         """Return the samples' texts, joined by a newline."""

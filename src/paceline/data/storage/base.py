@@ -122,6 +122,13 @@ class Storage(ABC):
     def remove(self, paths: Sequence[str]) -> None:
         """Remove files; those that are not there are passed over."""
 
+    def forget(self, prefix: str) -> None:
+        """Look anew at the files whose path begins with `prefix`; unused here, where nothing is kept of them.
+
+        Args:
+            prefix: Beginning of the paths.
+        """
+
     def expect(self, upcoming: Upcoming, locate: Locate) -> None:
         """Take note of what will be read; unused here, where nothing is kept or fetched ahead.
 

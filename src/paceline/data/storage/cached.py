@@ -109,20 +109,23 @@ class CachedStorage(Storage):
 
     def find(self, path: str) -> FileInfo | None:
         """Return a file as it was found first."""
-        if path not in self._infos:
-            info = self.storage.find(path)
-            if info is None:
-                return None
+        known = self._infos.get(path)
+        if known is None and (info := self.storage.find(path)) is not None:
             with self._lock:
-                self._infos.setdefault(path, info)
-        return self._infos[path]
+                known = self._infos.setdefault(path, info)
+        return known
+
+    def forget(self, prefix: str) -> None:
+        """Find files anew, and none of the blocks that were known of them."""
+        with self._lock:
+            for path in [path for path in self._infos if path.startswith(prefix)]:
+                self._infos.pop(path)
+                self._files.pop(path, None)
 
     def write(self, path: str, content: bytes) -> None:
         """Write a file below; blocks of an older one are not used again."""
         self.storage.write(path, content)
-        with self._lock:
-            self._infos.pop(path, None)
-            self._files.pop(path, None)
+        self.forget(path)
 
     def remove(self, paths: Sequence[str]) -> None:
         """Remove files below."""
@@ -187,14 +190,16 @@ class CachedStorage(Storage):
 
     def _register(self, path: str) -> tuple[FileInfo, int]:
         """Return a file, and the number of its first block."""
-        first = self._files.get(path)
-        if first is not None:
-            return self._infos[path], first
+        with self._lock:
+            first = self._files.get(path)
+            if first is not None:
+                return self._infos[path], first
         info = self.find(path)
         if info is None:
             raise DataError(f"{self.url}/{path} must be readable, but there is no such file; check the path")
         digests = self._digests(path)
         with self._lock:
+            info = self._infos.setdefault(path, info)  # it may have been forgotten meanwhile
             if path not in self._files:
                 self._files[path] = len(self._blocks)
                 self._add_blocks(info, digests)

@@ -250,6 +250,12 @@ class ObjectStorage(Storage):
                     f"{url} must list its files, but: {_summary(error)}; give the URL of a file, or index the folder "
                     "where it lies on a disk"
                 ) from None
+            if re.search(r"NoSuchBucket|ContainerNotFound", str(error)):
+                raise DataError(f"{url} must be in a bucket that is there, but this one is not; check the URL") from None
+            if "invalid path" in str(error):
+                raise DataError(
+                    f"{url} must hold objects with names of parts between single /, but: {_summary(error)}; rename it"
+                ) from None
             if verb == "list" and re.search(r"status code: 40[13]", str(error)):
                 raise self._forbidden(url, verb, error) from None
             raise StorageError(

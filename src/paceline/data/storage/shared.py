@@ -71,6 +71,11 @@ class SharedStorage(Storage):
         """Remove files."""
         self._call("remove", paths)
 
+    def forget(self, prefix: str) -> None:
+        """Look anew at files, in the process that opened the storage."""
+        if self._server.is_here:
+            self.storage.forget(prefix)
+
     def expect(self, upcoming: Upcoming, locate: Locate) -> None:
         """Take note of what will be read, by whichever process."""
         if self._server.is_here:
