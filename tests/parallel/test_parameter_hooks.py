@@ -14,7 +14,7 @@ from paceline.data import Batch, Interval
 from paceline.errors import SettingsError
 from paceline.parallel import MixtureOfExperts, PipelineSettings, parallelize
 from paceline.parallel.expert import check_experts
-from paceline.parallel.parameter_hooks import check_hooks
+from paceline.parallel.parameter_hooks import check_hooks, warn_of_hooks
 from paceline.replica import Loss, Replica
 from paceline.replica.state import capture
 from paceline.testing.processes import run_processes
@@ -130,6 +130,34 @@ def test_linear_hooks_and_parameters_without_dims_train_as_in_one_process() -> N
             for key, value in expected.items()
         }
         assert {key: d for key, d in distances.items() if d > TOLERANCE} == {}, name
+
+
+def test_hooks_that_see_a_workers_own_gradient_are_told_by_name_and_not_run() -> None:
+    model, seen = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)), []
+    warn_of_hooks(model, Layout())
+    model[1].weight.register_hook(lambda gradient: seen.append(1))
+    for layout in (Layout(), Layout(sharded=2, zero_stage=1), Layout(context=2)):
+        with pytest.warns(UserWarning, match=r"hooks on the gradient of 1\.weight see that of each worker's own sam"):
+            warn_of_hooks(model, layout)
+    for layout in (Layout(pipeline=2), Layout(sharded=2), Layout(tensor=2), Layout(expert=2)):
+        warn_of_hooks(model, layout)  # which refuses those that are not linear
+    model[0].bias.register_post_accumulate_grad_hook(log_nothing)
+    with pytest.warns(UserWarning, match=r"of 0\.bias \(and 1 more parameters\) see"):
+        warn_of_hooks(model, Layout())
+    assert not seen
+
+
+def wrap_hooked(group: Group) -> None:
+    model = nn.Linear(3, 3)
+    model.weight.register_hook(lambda gradient: gradient * 2)
+    Replica(model, torch.optim.SGD(model.parameters(), 0.1), group=group)
+
+
+def test_a_replica_of_several_workers_warns_of_hooks_once() -> None:
+    wrap_hooked(LocalGroup())
+    with pytest.warns(UserWarning, match="hooks on the gradient of weight see") as caught:
+        LocalGroup.run(2, wrap_hooked)
+    assert len(caught) == 1
 
 
 def log_nothing(_: Tensor) -> None: ...

@@ -4,7 +4,6 @@ A split model's forward sees this rank's part of each parameter. A loss that rea
 """
 
 import sys
-import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -13,13 +12,15 @@ from torch import nn
 
 CALLS = {nn.Module._call_impl.__code__, nn.Module._wrapped_call_impl.__code__}
 """Code of the calls of modules."""
-_split: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+_IS_SPLIT = "_paceline_is_split"
+"""Attribute of modules that run on parts, also of copies that `copy.deepcopy` makes."""
 _running: list[int] = []
 
 
 def note_split(module: nn.Module) -> None:
     """Record that calls of a module and its parts are forward passes on parts of parameters."""
-    _split.update(module.modules())
+    for part in module.modules():
+        vars(part)[_IS_SPLIT] = True
 
 
 @contextmanager
@@ -38,7 +39,7 @@ def is_in_forward() -> bool:
         return True
     frame = sys._getframe(1)
     while frame is not None:
-        if frame.f_code in CALLS and frame.f_locals["self"] in _split:
+        if frame.f_code in CALLS and _IS_SPLIT in vars(frame.f_locals["self"]):
             return True
         frame = frame.f_back  # type: ignore[assignment]
     return False

@@ -1,5 +1,6 @@
 """Hooks on the gradients of parameters: kept where a layout makes other parameters of a model's, or refused by name."""
 
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -54,6 +55,30 @@ def check_hooks(module: nn.Module, layout: Layout) -> None:
                 f"hooks on a parameter's gradient must {rule} for {where}, where they see a part of it, but those of "
                 f"{name} are not; {ADVICE}"
             )
+
+
+def warn_of_hooks(module: nn.Module, layout: Layout) -> None:
+    """Warn of hooks on gradients of parameters that see those of a rank's own samples, which others are added to.
+
+    Whether one is linear, so that this makes no difference, could be found by running it only, and it may count or
+    record what it sees. Where `check_hooks` has tried all of them there is nothing to say.
+    """
+    if layout.shards_parameters or max(layout.pipeline, layout.tensor, layout.expert) > 1:
+        return
+    hooked = [
+        name
+        for name, parameter in module.named_parameters()
+        if parameter.requires_grad
+        and (list_hooks(parameter) or getattr(parameter, "_post_accumulate_grad_hooks", None))
+    ]
+    if hooked:
+        names = hooked[0] if len(hooked) == 1 else f"{hooked[0]} (and {len(hooked) - 1} more parameters)"
+        warnings.warn(
+            f"hooks on the gradient of {names} see that of each worker's own samples, before gradients are summed, as "
+            f"in DistributedDataParallel. Factors and masks come out as in one process, clipping does not: {ADVICE}. "
+            "If they are right so, silence this by warnings.filterwarnings('ignore', 'hooks on the gradient')",
+            stacklevel=4,
+        )
 
 
 def keep_hooks(parameters: Sequence[tuple[nn.Parameter, nn.Parameter]]) -> None:

@@ -19,6 +19,7 @@ from paceline.errors import SettingsError
 from paceline.parallel.loss_graph import check_parts
 from paceline.parallel.number_reads import refuse_reads_of_parts
 from paceline.parallel.own_forward import CALLS, running_forward
+from paceline.parallel.parameter_changes import let_loops_change_parameters
 from paceline.topology.layout import Layout
 
 _MAX_FORWARDS = 1024
@@ -47,6 +48,7 @@ class ParameterUse:
         self._meshes = [p.device_mesh for p in module.parameters() if isinstance(p, DTensor)]
         if self._names:
             refuse_reads_of_parts()
+            let_loops_change_parameters()
         self._modules = {id(part): name for name, part in module.named_modules()}
         self._layout = layout
         self._forwards: deque[tuple[int, int]] = deque(maxlen=_MAX_FORWARDS)

@@ -12,6 +12,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from paceline.errors import SettingsError
 from paceline.parallel.activations import Activations
 from paceline.parallel.own_forward import is_in_forward
+from paceline.parallel.parameter_changes import WholeParameter
 from paceline.parallel.tensor_attention import check_heads, split_heads
 
 Style = Literal[
@@ -287,12 +288,8 @@ def _view(name: str, view: _View, *, is_own: bool) -> property:
         assert isinstance(parameter, DTensor)
         if parameter.device_mesh.ndim > 1:
             return parameter  # FSDP's part of a part, which it gathers before forward
-        if parameter.requires_grad and torch.is_grad_enabled() and not is_in_forward():
-            if not parameter.placements[0].is_replicate():
-                return parameter
-            plain = parameter.to_local()
-            plain.retain_grad()  # so that optimizers take it, for which a replica then gives them the parameter
-            return plain
+        if not is_in_forward():
+            return WholeParameter.of(parameter) if parameter.placements[0].is_replicate() else parameter
         part = parameter.to_local(grad_placements=(view.gradient,))
         if part.requires_grad and not is_own:
             part.register_hook(torch.clone)

@@ -2,6 +2,7 @@
 
 import warnings
 from collections import defaultdict
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -62,6 +63,7 @@ def shard_optimizer(optimizer: torch.optim.Optimizer, mesh: Mesh) -> torch.optim
             parameters_as_bucket_view=all(parameter.is_contiguous() for parameter in parameters),
             **optimizer.defaults,
         )
+        _keep_places(parameters, divided)
     optimizer.param_groups = divided.param_groups  # for schedulers and hooks
     _forward_hooks(optimizer, divided)
     return divided
@@ -113,6 +115,23 @@ class DividedOptimizer(torch.optim.Optimizer):
         self.local.step()
         for rank, owned in enumerate(self._owned):
             broadcast_tensors([local(parameter) for parameter in owned], self._group, source=rank)
+
+
+def _keep_places(parameters: Sequence[torch.Tensor], divided: torch.optim.Optimizer) -> None:
+    """Before each step, take parameters back to the memory from which they are sent, if ``p.data = x`` moved them."""
+    places = [parameter.data for parameter in parameters]
+
+    def take_back(*_: Any) -> None:
+        for parameter, place in zip(parameters, places, strict=True):
+            if parameter.data_ptr() != place.data_ptr():
+                place.copy_(parameter.data)
+                parameter.data = place
+
+    def note(*_: Any) -> None:
+        places[:] = [parameter.data for parameter in parameters]  # torch moves them if some are frozen, in the step
+
+    divided.register_step_pre_hook(take_back)
+    divided.register_step_post_hook(note)
 
 
 def _check(optimizer: torch.optim.Optimizer) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from paceline.comm.group import Group, Work
 from paceline.errors import GradientError
@@ -53,8 +54,15 @@ class SentGradient(Tensor):
         raise GradientError(
             "gradients must be left alone between replica.backward and replica.update, since they are on their way to "
             f"the other workers, but {getattr(func, '__name__', func)} was called with one; to clip them give Replica "
-            "clip_norm, for their norm read gradient_norm of what update returns"
+            "clip_norm, or change them in a pre-hook of the optimizer (register_step_pre_hook); for their norm read "
+            "gradient_norm of what update returns"
         )
+
+
+class SentPart(DTensor):
+    """A rank's part of such a gradient."""
+
+    __torch_function__ = SentGradient.__torch_function__
 
 
 @dataclass
@@ -68,8 +76,8 @@ class Slot:
     gradient: Tensor
     """The view as the parameter's ``.grad``: the same, except for a parameter that ranks share."""
     bucket: "Bucket"
-    sent: Tensor | None = None
-    """The parameter's ``.grad`` while the bucket is under way, which refuses every use; None for a DTensor."""
+    sent: Tensor
+    """The parameter's ``.grad`` while the bucket is under way, which refuses every use."""
     used: bool = False
     """Whether the parameter has had a gradient since the last update."""
     fired: bool = False
@@ -122,7 +130,7 @@ class Bucket:
     def hide_gradients(self) -> None:
         """Put in the place of gradients that are on their way what no code can read or change by mistake."""
         for slot in self.slots:
-            if slot.sent is not None and slot.parameter.grad is slot.gradient:
+            if slot.parameter.grad is slot.gradient:
                 slot.parameter.grad = slot.sent
 
     def clear_unused(self) -> None:
@@ -174,10 +182,14 @@ def make_buckets(
         bucket = Bucket(index, FlatBucket(f"bucket {index}", buffer, views))
         for name, view in views.items():
             gradient = wrap(parameters[name], view)
-            sent = view.as_subclass(SentGradient) if type(gradient) is Tensor else None
+            sent = view.as_subclass(SentGradient) if not isinstance(gradient, DTensor) else _hide(gradient)
             bucket.slots.append(Slot(name, parameters[name], view, gradient, bucket, sent))
         buckets.append(bucket)
     return buckets
+
+
+def _hide(gradient: DTensor) -> Tensor:
+    return SentPart(gradient._local_tensor, gradient._spec, requires_grad=False)  # type: ignore[no-untyped-call]
 
 
 def _allocate(

@@ -14,6 +14,8 @@ from paceline.comm.group import Group
 from paceline.errors import GradientError, NonFiniteError, SettingsError
 from paceline.parallel.batch_norm import BatchNormScope, check_batch_norm
 from paceline.parallel.model_shard import ModelShard
+from paceline.parallel.parameter_changes import WholeParameter
+from paceline.parallel.parameter_hooks import warn_of_hooks
 from paceline.parallel.pipeline.absent import find_missing
 from paceline.parallel.zero_redundancy import local_optimizer
 from paceline.registry import check_whole, validate
@@ -86,6 +88,8 @@ def check_replica(
     check_optimizer(optimizer, module)
     check_layout(shard.layout, rule)
     check_embeddings(module, shard, rule)
+    if shard.group.size > 1 and rule.keeps_replicas_equal and shard.world.rank == 0:
+        warn_of_hooks(module, shard.layout)
     check_landing(
         landing,
         precision=precision,
@@ -170,10 +174,7 @@ def check_optimizer(optimizer: torch.optim.Optimizer, module: nn.Module) -> None
 
 def _find_parameter(given: Tensor, known: Container[int]) -> Tensor:
     """Return the parameter that a rank's view of it is of, or the tensor itself."""
-    if id(given) in known or given.grad_fn is None or "ToTorchTensor" not in given.grad_fn.name():
-        return given
-    parameter = getattr(given.grad_fn.next_functions[0][0], "variable", given)
-    return parameter if id(parameter) in known else given
+    return given.parameter if isinstance(given, WholeParameter) and id(given.parameter) in known else given
 
 
 def check_momentum(optimizer: torch.optim.Optimizer) -> None:

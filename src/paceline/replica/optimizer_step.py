@@ -16,6 +16,7 @@ from paceline.errors import GradientError, NonFiniteError, SettingsError
 from paceline.memory.tracker import StateReader
 from paceline.parallel.local import local
 from paceline.parallel.model_shard import ModelShard
+from paceline.parallel.parameter_changes import optimizing
 from paceline.replica.checks import Precision
 
 
@@ -123,7 +124,8 @@ class OptimizerStep:
         before(is_overflown and not is_optimizer_run)
         if has_gradients:
             if is_optimizer_run and not is_overflown:
-                with self.stepping():
+                quick = nullcontext() if self.has_foreign_hooks(optimizer) else optimizing()
+                with self.stepping(), quick:
                     optimizer.step()
             if self._scale is not None:
                 self._scale.update(is_overflown=is_overflown)

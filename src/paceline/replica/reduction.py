@@ -295,6 +295,9 @@ class GradientReduction:
             if collect:
                 self.gradients.collect()
             self.gradients.finish()
+            return
+        for parameter in self._parameters.values():  # a loop may change gradients before the update, as it would alone
+            parameter.grad = summed_gradient(parameter)
 
     @property
     def is_refused_alike(self) -> bool:
@@ -342,8 +345,6 @@ class GradientReduction:
         """Wait for each bucket, divide it by the weight, and return the seconds waited."""
         waited_s = sum(bucket.waited_s for bucket in self._in_common.buckets) if self._in_common is not None else 0.0
         if self.gradients is None:
-            for parameter in self._parameters.values():
-                parameter.grad = summed_gradient(parameter)
             self._clear_unused(step, may_skip=may_skip)
             gradients = [local(p.grad) for p in self._parameters.values() if p.grad is not None]
             if divisor != 1.0 and gradients:

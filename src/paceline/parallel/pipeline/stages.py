@@ -48,6 +48,11 @@ class Stage(nn.Module):
         first = find_modules(model, layers[:1]).values()
         self._begins_in_place = any(getattr(one, "inplace", False) for module in first for one in module.modules())
 
+    @property
+    def model(self) -> nn.Module:
+        """Model that the layers belong to."""
+        return self._model[0]
+
     def forward(self, *values: Tensor) -> Value:
         """Return the output of the last layer; of the model's own output, the tensors."""
         value: Value = values[0] if len(values) == 1 else values
@@ -75,9 +80,8 @@ class Stage(nn.Module):
 
     def parameters(self, recurse: bool = True) -> Iterator[Parameter]:
         """Yield the layers' present parameters, also if the model has replaced them since the split."""
-        (model,) = self._model
-        owned = find_owned(model, self.layers)
-        yield from (parameter for parameter in model.parameters() if parameter in owned)
+        owned = find_owned(self.model, self.layers)
+        yield from (parameter for parameter in self.model.parameters() if parameter in owned)
 
     def _sendable(self, output: Tensor, inputs: tuple[Tensor, ...]) -> Tensor:
         # A split backward detaches outputs in place, which views and inputs must not be.
