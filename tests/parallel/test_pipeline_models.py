@@ -201,6 +201,31 @@ class Size(nn.Module):
         return made
 
 
+class Draws(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.scale + 0 * F.dropout(x, 0.5, self.training)
+
+
+class Noisy(Plain):
+    """Noise that the forward adds before its blocks, one of which draws too, and takes off after them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([Draws(), nn.Identity(), nn.Sequential(nn.LeakyReLU(1.0)), nn.Identity()])
+
+    def forward(self, x: Tensor) -> Any:
+        x = self.start(x)
+        noise = torch.randn_like(x).bernoulli_(0.5)
+        x = x + noise
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x - noise)
+
+
 def waves_in_sequence() -> nn.Module:
     return nn.Sequential(Wave(), Wave(), Wave(), Size())
 
@@ -212,7 +237,7 @@ def refer_in_sequence() -> nn.Module:
 
 MODELS: list[Callable[[], nn.Module]] = [
     *(InPlace, Reentrant, Listed, OfTuple, OfMapping, OfNamed, OfRecord, OfNamespace),
-    *(Halves, Waves, Slices, Hidden, Refers, waves_in_sequence, refer_in_sequence),
+    *(Halves, Waves, Slices, Hidden, Refers, Noisy, waves_in_sequence, refer_in_sequence),
 ]
 
 

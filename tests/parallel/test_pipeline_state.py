@@ -16,7 +16,7 @@ from paceline.parallel.pipeline.layers import find_owned, keep_only
 from paceline.parallel.pipeline.traced import find_layers, join_parts
 from paceline.replica.loss import Loss
 from paceline.replica.replica import Replica
-from paceline.testing.processes import run_processes
+from paceline.testing.processes import check_exits, run_processes
 from paceline.topology.layout import Layout
 
 SAMPLE = torch.randint(3, VOCABULARY, (2, 8), generator=torch.Generator().manual_seed(1))
@@ -166,25 +166,32 @@ def test_what_stages_share_behind_their_arguments_is_refused() -> None:
         find_layers(penalised, (), SAMPLE)
 
 
-def train_with_penalty() -> str:
-    """Return what is said of a loss that reads a weight of the first stage."""
+def train_unfrozen_with_penalty() -> list[str]:
+    """Return what is said of a parameter unfrozen late, then of a loss that reads a weight of the first stage."""
     torch.set_num_threads(1)
     with join() as group:
         model = parallelize(Learned(), Layout(pipeline=2), group=group, sample=SAMPLE)
-        replica = Replica(model, torch.optim.SGD(model.parameters(), lr=0.1), group=group)
 
         def loss(output: Tensor, _: Any) -> Loss:
             return Loss(output.square().mean() + model.embedding.weight.norm(), 1.0)
 
-        try:
-            replica.backward_through(Batch({"input_ids": SAMPLE}, 2, Interval(0, 2)), loss)
-        except Exception as error:
-            return f"{type(error).__name__}: {error}"
-        return ""
+        frozen, said = next(model.parameters()), []
+        for requires_grad in (False, True):
+            frozen.requires_grad_(requires_grad)
+            replica = Replica(model, torch.optim.SGD(model.parameters(), lr=0.1), group=group)
+            frozen.requires_grad_(True)
+            try:
+                replica.backward_through(Batch({"input_ids": SAMPLE}, 2, Interval(0, 2)), loss)
+            except Exception as error:
+                said.append(f"{type(error).__name__}: {error}")
+        return said
 
 
-def test_a_loss_that_reads_what_another_stage_has_is_refused_by_name() -> None:
-    said = [str(result.value) for result in run_processes(2, train_with_penalty)]
+def test_a_late_unfreezing_and_a_loss_that_reads_what_another_stage_has_are_refused_by_name() -> None:
+    results = run_processes(2, train_unfrozen_with_penalty)
+    check_exits(results)
+    unfrozen, said = zip(*(result.value for result in results), strict=True)
+    assert all("must stay frozen, but requires_grad was set after the replica was made" in one for one in unfrozen)
     assert any(
         one.startswith("SettingsError: the loss of a pipeline must use what its last stage has") for one in said
     ), said

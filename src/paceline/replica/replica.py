@@ -234,8 +234,6 @@ class Replica:
         """
         is_mean = reduction == "mean" or isinstance(loss, Loss)
         loss, weight = read_loss(loss, weight, reduction, self.shard)
-        if self._scalars is not None or any(p.requires_grad for p in self._frozen.values()):
-            refuse_backward(self._frozen, self._reduction.failure, is_exchanging=self._scalars is not None)
         self._begin_backward(weight, last=last)
         assert self.state.weight_unit is not None
         factor = weight if is_mean else float(weight > 0)
@@ -447,6 +445,8 @@ class Replica:
             self.state.close()
 
     def _begin_backward(self, weight: float, *, last: bool) -> None:
+        if self._scalars is not None or any(p.requires_grad for p in self._frozen.values()):
+            refuse_backward(self._frozen, self._reduction.failure, is_exchanging=self._scalars is not None)
         if not self._beginning.is_checked:
             self._beginning.check(is_resumed=self.state.is_begun)
         if not self.state.is_begun:

@@ -13,6 +13,7 @@ from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from paceline.errors import SettingsError
+from paceline.parallel.pipeline.draws import SharedDraws, draws
 
 _METADATA = {
     "size", "dim", "ndimension", "stride", "numel", "nelement", "element_size", "__len__", "is_contiguous",
@@ -35,7 +36,13 @@ class Tracking(TorchFunctionMode):
         super().__init__()
         self.unhooked: list[Tensor] = []
         """Tensors that get no hooks: the rank that made them has run the same line."""
+        self._draws: SharedDraws | None = None
         self._is_paused = False
+
+    def share_draws(self, seed: int, device: torch.device) -> int:
+        """Let what is drawn from now on be the same wherever the seed, which is returned, is the same."""
+        self._draws = SharedDraws(seed, device)
+        return seed
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run a function of torch."""
@@ -43,7 +50,10 @@ class Tracking(TorchFunctionMode):
         if func is Tensor.register_hook and not self._is_paused and any(args[0] is one for one in self.unhooked):
             return RemovableHandle(OrderedDict())
         source = None if self._is_paused else find_missing((args, kwargs))
-        result = func(*args, **kwargs)
+        if self._draws is not None and not self._is_paused and draws(func, kwargs):
+            result = self._draws.call(func, args, kwargs)
+        else:
+            result = func(*args, **kwargs)
         if source is None:
             return result
         if reads_values(func, result):

@@ -1,4 +1,4 @@
-"""The gradients of a model that runs part by part, compared with those of the whole one."""
+"""What a model that runs part by part computes, compared with the whole one."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -76,3 +76,12 @@ def _backward(outputs: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> 
 
 def _size(gradient: Tensor | None) -> float:
     return float(gradient.detach().abs().max()) if gradient is not None and gradient.numel() else 0.0
+
+
+def pair_up(made: Any, whole: Any) -> list[tuple[Tensor, Tensor]]:
+    """Return the tensors of two outputs, as numbers."""
+
+    def count(one: Tensor) -> Tensor:
+        return (torch.view_as_real(one.resolve_conj()) if one.is_complex() else one).double()
+
+    return [(count(one), count(other)) for one, other in zip(list_tensors(made), list_tensors(whole), strict=True)]

@@ -17,6 +17,7 @@ from paceline.data.batch import call, describe, is_record, map_tensors
 from paceline.data.batch import list_tensors as list_results
 from paceline.errors import SettingsError
 from paceline.parallel.pipeline.absent import list_changed, list_tensors, reads_values
+from paceline.parallel.pipeline.draws import draws
 from paceline.parallel.pipeline.layers import LAYERS_ADVICE, AbsentModule, PipelineLayer, find_owned
 from paceline.parallel.trial import CACHES, restored
 
@@ -95,6 +96,8 @@ class ForwardTrace:
     """Inputs and outputs that something changes in place after a call has returned them."""
     read: frozenset[Source | str] = frozenset()
     """Names, inputs and outputs that forwards between the calls read as numbers, to choose what they do."""
+    draws: bool = False
+    """Whether forwards between the calls draw random numbers."""
     modules: WeakSet[nn.Module] = field(default_factory=WeakSet, compare=False, repr=False)
     """Modules of the whole model."""
     sent: dict[tuple[Any, ...], list[int]] = field(default_factory=dict, compare=False, repr=False)
@@ -118,6 +121,7 @@ class ForwardTrace:
             output_needs=self.output_needs | other.output_needs,
             changed=self.changed | other.changed,
             read=self.read | other.read,
+            draws=self.draws or other.draws,
         )
 
     def find_crossing(self, begin: int) -> list[Source]:
@@ -162,6 +166,7 @@ class ForwardRecorder(TorchFunctionMode):
             self._used |= self._of((args, kwargs))
             return func(*args, **kwargs)
         needs = self._of((args, kwargs))
+        self.trace.draws |= draws(func, kwargs)
         result = func(*args, **kwargs)
         if reads_values(func, result):
             self._reads |= needs

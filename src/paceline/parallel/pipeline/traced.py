@@ -20,7 +20,8 @@ from paceline.data.batch import call, describe, list_tensors, map_tensors
 from paceline.errors import PacelineError, SettingsError
 from paceline.parallel.mesh import Mesh
 from paceline.parallel.pipeline.absent import ADVICE, Tracking, find_missing, mark_missing
-from paceline.parallel.pipeline.gradient_check import find_wrong_gradient
+from paceline.parallel.pipeline.draws import draw_seed
+from paceline.parallel.pipeline.gradient_check import find_wrong_gradient, pair_up
 from paceline.parallel.pipeline.layers import LAYERS_ADVICE, HasPipelineLayers, PipelineLayer, find_owned, list_layers
 from paceline.parallel.pipeline.trace import (
     INPUTS,
@@ -122,7 +123,7 @@ class Part:
     """Part of a model's forward: its calls from `begin` to before `end`, as the function of a `PipelineLayer`.
 
     Its value is a tuple of the tensors that cross its beginning (`ForwardTrace.find_crossing`), and, but for the first,
-    one of the shapes and dtypes of all others from before it.
+    one of the shapes and dtypes of all others from before it, and of a random seed if forwards draw between calls.
     """
 
     model: nn.Module
@@ -131,6 +132,8 @@ class Part:
     end: int
     fills_with: float = 0.0
     """Value of tensors of which only the shape matters."""
+    shares_draws: bool = True
+    """Whether what forwards draw between calls is the same in all parts, by a seed that the first one draws."""
     shapes: dict[tuple[Any, ...], dict[Source, list[int]]] = field(default_factory=dict, compare=False, repr=False)
     """Shapes and dtypes of these tensors, by the shapes of those that cross the beginning."""
 
@@ -169,19 +172,26 @@ class _PartRun:
         """Mode in which the forward runs between calls."""
         self.number = 0
         """Number of calls made."""
+        self._seed = 0
+        """Random seed of what is drawn between calls."""
+        shares_draws = self._trace.draws and part.shares_draws and not isinstance(value[0], FakeTensor)
         if part.begin == 0:
             self._known = {(INPUTS, place): tensor for place, tensor in enumerate(value)}
             self._shapes: dict[Source, list[int]] = {}
+            if shares_draws:
+                self._seed = self.tracking.share_draws(draw_seed(), value[0].device)
             return
         crossing = self._trace.find_crossing(part.begin)
         self._known = dict(zip(crossing, value[:-1], strict=True))
         key = (part.begin, *(tensor.shape for tensor in value[:-1]))
-        if value[-1].device.type == "cpu" or key not in part.shapes:  # to read it on a GPU, the host would wait
+        if shares_draws or value[-1].device.type == "cpu" or key not in part.shapes:  # the host waits for a GPU
             if len(part.shapes) == _MAX_SHAPES:
                 part.shapes.clear()
             is_rehearsed = isinstance(value[-1], FakeTensor)
             numbers = self._trace.sent[key] if is_rehearsed else value[-1].tolist()
             part.shapes[key] = _decode(self._trace, part.begin, numbers)
+            if shares_draws:
+                self._seed = self.tracking.share_draws(numbers[-1], value[0].device)
         self._shapes = part.shapes[key]
 
     def call_part(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -231,6 +241,7 @@ class _PartRun:
         for source in _find_shaped(self._trace, self._part.end):
             known = self._known.get(source)
             numbers += [DTYPES.index(known.dtype), *known.shape] if known is not None else self._shapes[source]
+        numbers += [self._seed] if self._trace.draws else []
         if isinstance(values[0], FakeTensor):
             self._trace.sent[self._part.end, *(value.shape for value in values)] = numbers
         return (*values, send_to(values[0].device, torch.tensor(numbers, dtype=torch.int64)))
@@ -442,7 +453,7 @@ def _compare(module: nn.Module, layers: Sequence[PipelineLayer], samples: Sequen
         for run in runs:
             assert isinstance(run, Part)
             with restored(module):
-                values = [replace(run, fills_with=float("nan"))(value) for value in values]
+                values = [replace(run, fills_with=float("nan"), shares_draws=False)(value) for value in values]
     counts = [[len(list_tensors(one)) for one in outputs] for outputs in (values, expected)]
     if counts[0] != counts[1]:
         raise SettingsError(
@@ -451,7 +462,7 @@ def _compare(module: nn.Module, layers: Sequence[PipelineLayer], samples: Sequen
             "of other stages; do without them (output_hidden_states and the like of transformers), or set "
             "Layout(pipeline=1) (--layout.pipeline 1)"
         )
-    pairs = [pair for made, whole in zip(values, expected, strict=True) for pair in _pair_up(made, whole)]
+    pairs = [pair for made, whole in zip(values, expected, strict=True) for pair in pair_up(made, whole)]
     for value, whole in pairs:
         difference = (value - whole).abs().max() if value.shape == whole.shape else torch.tensor(torch.inf)
         if not difference <= _TOLERANCE * whole.abs().max().clamp(min=1e-6):
@@ -473,7 +484,7 @@ def _compare_gradients(module: nn.Module, layers: Sequence[PipelineLayer], sampl
 
     def run_part(part: Part, value: Any) -> Any:
         with restored(module, on_copies=True):
-            return replace(part, fills_with=float("nan"))(value)
+            return replace(part, fills_with=float("nan"), shares_draws=False)(value)
 
     with without_constants(module):
         found = find_wrong_gradient(module, run_whole, [partial(run_part, part) for part in parts], inputs)
@@ -483,12 +494,3 @@ def _compare_gradients(module: nn.Module, layers: Sequence[PipelineLayer], sampl
             f"{', '.join(layer.name for layer in layers[1:])}, has {found}: a hook on a result that several stages use "
             f"sees a part of its gradient on each, for instance; {LAYERS_ADVICE}"
         )
-
-
-def _pair_up(made: Any, whole: Any) -> list[tuple[Tensor, Tensor]]:
-    """Return the tensors of two outputs, as numbers."""
-
-    def count(one: Tensor) -> Tensor:
-        return (torch.view_as_real(one.resolve_conj()) if one.is_complex() else one).double()
-
-    return [(count(one), count(other)) for one, other in zip(list_tensors(made), list_tensors(whole), strict=True)]
