@@ -58,7 +58,7 @@ def let_loops_change_parameters() -> None:
 def optimizing() -> Iterator[None]:
     """While active, changes of DTensors take no more time than torch's own: an optimizer needs nothing else."""
     handlers = _registered()
-    held = {op: handlers.pop(op) for op in _BESIDE if op in handlers}
+    held = {op: handler for op in _BESIDE if (handler := handlers.pop(op, None)) is not None}
     try:
         yield
     finally:
@@ -166,13 +166,14 @@ def _registered() -> dict[Any, Handler]:
 
 
 def _run(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run an operation as torch does."""
+    """Run an operation as torch does; threads may do so at the same time."""
     handlers = _registered()
-    handler = handlers.pop(op)
+    handler = handlers.pop(op, None)
     try:
         return op(*args, **kwargs)
     finally:
-        handlers[op] = handler
+        if handler is not None:
+            handlers[op] = handler
 
 
 def _is_looked_at(tensor: Tensor) -> bool:
