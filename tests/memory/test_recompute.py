@@ -1,5 +1,8 @@
 """Recomputation changes memory, and nothing else."""
 
+import random
+
+import numpy as np
 import pytest
 import torch
 from memory_models import Pictures, compute_loss, loss_and_gradients, make_transformer
@@ -188,3 +191,32 @@ def test_buffers_that_stay_are_not_kept_for_backward():
     with counting(module, optimizer, "cpu") as tracker:
         module(torch.randn(2, 4)).sum().backward()
     assert tracker.peak_activation_bytes < 2 << 20, "each mask takes a MiB, and one at a time has a copy"
+
+
+class Dropping(nn.Module):
+    """A block that draws from Python's and NumPy's generators, as some token droppers do."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x):
+        factor = random.random() * np.random.rand() * np.random.randn()
+        return x + self.second(self.first(x).tanh() * factor)
+
+
+@pytest.mark.parametrize("choice", ["full", "selective"])
+def test_random_numbers_of_python_and_numpy_are_the_same(choice):
+    def train(choices):
+        torch.manual_seed(0)
+        random.seed(0)
+        np.random.seed(0)
+        module = nn.Sequential(Dropping(), Dropping())
+        recompute(module, dict.fromkeys(choices, choice))
+        for loss in [module(torch.ones(6, 4)).square().sum() for _ in range(2)]:
+            loss.backward()
+        return [parameter.grad for parameter in module.parameters()], random.random(), np.random.rand()
+
+    plain, saving = train([]), train(["0", "1"])
+    assert plain[1:] == saving[1:]
+    assert all(torch.equal(one, other) for one, other in zip(plain[0], saving[0], strict=True))

@@ -3,17 +3,19 @@
 Chen et al. 2016. A block that is recomputed in full keeps its input only; its forward runs a second time in backward,
 which makes a step about a third longer if all blocks are recomputed. A block that is recomputed selectively
 (Korthikanti 2022) keeps the results of matrix products, convolutions and attention, and computes again the cheap
-operations between them. Losses and gradients do not change: the second run draws the same random numbers, finds the
-buffers (BatchNorm's statistics, spectral norm's vectors, averages of one's own) as the first did, and leaves them as
-they are. For that a block's buffers are copied in each forward; copies of those that changed wait for backward (on a
+operations between them. Losses and gradients do not change: the second run draws the same random numbers, also from
+Python's and NumPy's generators, finds the buffers (BatchNorm's statistics, spectral norm's vectors, averages of one's
+own) as the first did, and leaves all of them as they are. For that a block's buffers are copied in each forward; copies of those that changed wait for backward (on a
 GPU all copies: to compare them, the host would wait). Nothing on the wire changes, nor does any parameter's name.
 """
 
-from collections.abc import Iterator, Mapping
+import random
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any, Literal
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.distributed._composable import checkpoint
@@ -93,25 +95,27 @@ def _make_contexts(block: nn.Module, choice: Choice) -> tuple[AbstractContextMan
     first, again = nullcontext(), nullcontext()
     if choice == "selective":
         first, again = create_selective_checkpoint_contexts(_policy)
-    buffers = _BuffersBefore(block)
-    return buffers.recorded(first), buffers.replayed(again)
+    before = _Before(block)
+    return before.recorded(first), before.replayed(again)
 
 
-class _BuffersBefore:
-    """The buffers that one forward of a block changed, as it found them.
+class _Before:
+    """The buffers that one forward of a block changed, and generators that it drew from, as it found them.
 
-    The second run gets copies of them, so that it computes what the first did (spectral norm's vectors move on with
-    each run), and leaves the buffers themselves as they are. Copies, rather than the buffers with other contents: what
-    autograd saves in the second run must not change when that ends.
+    Torch keeps its own generators. The second run gets copies of the buffers, so that it computes what the first did
+    (spectral norm's vectors move on with each run), and leaves the buffers themselves as they are. Copies, rather than
+    the buffers with other contents: what autograd saves in the second run must not change when that ends.
     """
 
     def __init__(self, block: nn.Module) -> None:
         self._block = block
         self._values: dict[_Slot, Tensor | None] = {}
+        self._generators: list[tuple[Callable[[Any], None], Any]] = []
 
     @contextmanager
     def recorded(self, context: AbstractContextManager[Any]) -> Iterator[None]:
-        """Enter `context`, and keep a copy of each buffer that changes until its end."""
+        """Enter `context`, and keep a copy of each buffer and generator that changes until its end."""
+        of_python, of_numpy = _generators()
         found = {slot: (buffer, _version(buffer)) for slot, buffer in self._list()}
         values = _copy(dict(self._list()))
         with context:
@@ -122,6 +126,11 @@ class _BuffersBefore:
             for slot, (buffer, version) in found.items()
             if now.get(slot) is not buffer or _version(buffer) != version or _may_differ(buffer, values[slot])
         }
+        drawn = _generators()
+        if drawn[0] != of_python:
+            self._generators.append((random.setstate, of_python))
+        if _mark(drawn[1]) != _mark(of_numpy):
+            self._generators.append((np.random.set_state, of_numpy))
 
     @contextmanager
     def replayed(self, context: AbstractContextManager[Any]) -> Iterator[None]:
@@ -129,17 +138,33 @@ class _BuffersBefore:
         now = dict(self._list())
         for (module, name), value in self._values.items():
             module._buffers[name] = value
+        drawn = _generators() if self._generators else None
+        for set_state, state in self._generators:
+            set_state(state)
         try:
             with context:
                 yield
         finally:
             for (module, name), buffer in now.items():
                 module._buffers[name] = buffer
+            if drawn is not None:
+                random.setstate(drawn[0])
+                np.random.set_state(drawn[1])
 
     def _list(self) -> Iterator[tuple[_Slot, Tensor | None]]:
         for module in self._block.modules():
             for name, buffer in module._buffers.items():
                 yield (module, name), buffer
+
+
+def _generators() -> tuple[Any, dict[str, Any]]:
+    """Return the states of Python's and NumPy's global generators."""
+    return random.getstate(), np.random.get_state(legacy=False)
+
+
+def _mark(state: dict[str, Any]) -> tuple[Any, ...]:
+    """Return what a draw changes in a state of NumPy's generator."""
+    return state["state"]["pos"], state["state"]["key"].tobytes(), state["has_gauss"]
 
 
 def _copy(buffers: Mapping[_Slot, Tensor | None]) -> dict[_Slot, Tensor | None]:
