@@ -68,7 +68,7 @@ def test_a_plan_is_plain_json_without_places_of_this_machine(plan, tmp_path):
     plan.save(tmp_path / "plan.json")
     document = json.loads((tmp_path / "plan.json").read_text())
     assert document["version"] == 1
-    assert set(document["why"]) == {"what_if", "neighbours", "ties", "better"}
+    assert set(document["why"]) == {"what_if", "neighbours", "ties", "better", "measured"}
     assert str(tmp_path) not in (tmp_path / "plan.json").read_text()
 
 
