@@ -251,7 +251,9 @@ class ObjectStorage(Storage):
                     "where it lies on a disk"
                 ) from None
             if re.search(r"NoSuchBucket|ContainerNotFound", str(error)):
-                raise DataError(f"{url} must be in a bucket that is there, but this one is not; check the URL") from None
+                raise DataError(
+                    f"{url} must be in a bucket that is there, but this one is not; check the URL"
+                ) from None
             if "invalid path" in str(error):
                 raise DataError(
                     f"{url} must hold objects with names of parts between single /, but: {_summary(error)}; rename it"
