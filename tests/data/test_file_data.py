@@ -160,6 +160,14 @@ def test_the_leaf_that_is_named_is_taken_of_a_tree(tmp_path):
         FileData(path=str(tmp_path)).open()
 
 
+@pytest.mark.parametrize("label", [-1, 3])
+def test_labels_of_no_class_are_refused(tmp_path, label):
+    write_shards(tmp_path, "jsonl", [{"x": [0.5], "label": label}] * 20)
+    data = FileData(path=str(tmp_path), num_classes=3).open()
+    with pytest.raises(BadSample, match=rf"must be from 0 to below data\.num_classes = 3, but leaf label is {label}"):
+        data.train.read(np.arange(1))
+
+
 @pytest.mark.parametrize("label", [0.9, float("nan"), float("inf"), "cat", [1, 2]])
 def test_labels_that_are_no_whole_numbers_are_refused(tmp_path, label):
     write_shards(tmp_path, "jsonl", [{"x": [0.5], "label": label}] * 20)

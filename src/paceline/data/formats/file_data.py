@@ -123,7 +123,8 @@ class FileData(Data):
             shape = (3, self.size, self.size) if is_image(value) else np.asarray(value).shape
             names = source.manifest.about.get("classes", ()) if target == "label" else ()
             spec = Spec(self._count_classes(source, target), shape, tuple(names))
-            transform = Labelled(name, target, self.size if is_image(value) else None, self.decoder)
+            size = self.size if is_image(value) else None
+            transform = Labelled(name, target, size, self.decoder, spec.num_classes)
         source.spec = spec
         return source.transformed(transform, is_thread_safe=True)
 
@@ -151,11 +152,12 @@ class Labelled:
     size: int | None
     """Height and width of images; None if the input is an array."""
     decoder: Decoder
+    num_classes: int
 
     def __call__(self, tree: Mapping[str, Any]) -> tuple[Tensor, int]:
         """Return x_CSS from -1 to 1, or the array as floats, and the label."""
         leaves = flatten(tree)
-        label = _read_label(_find_leaf(leaves, self.target, "target", "a sample"), self.target)
+        label = _read_label(_find_leaf(leaves, self.target, "target", "a sample"), self.target, self.num_classes)
         value = _find_leaf(leaves, self.input, "input", "a sample")
         if self.size is None:
             return torch.from_numpy(np.array(value, dtype=np.float32)), label
@@ -163,11 +165,11 @@ class Labelled:
         return normalise(torch.from_numpy(pixels.transpose(2, 0, 1).astype(np.float32))), label
 
 
-def _read_label(value: Any, name: str) -> int:
+def _read_label(value: Any, name: str, num_classes: int) -> int:
     """Return the number of a class.
 
     Raises:
-        DataError: The label is no whole number, so that another class would be trained.
+        DataError: The label is no whole number, so that another class would be trained, or that of no class.
     """
     number = np.asarray(value)
     if number.size != 1 or number.dtype.kind not in "biuf" or not float(number.item()).is_integer():
@@ -175,7 +177,13 @@ def _read_label(value: Any, name: str) -> int:
             f"labels must be whole numbers, but leaf {name} is {value!r:.80}; give another leaf as --data.target, or "
             "number the classes by paceline data prepare --change"
         )
-    return int(number.item())
+    label = int(number.item())
+    if not 0 <= label < num_classes:
+        raise DataError(
+            f"labels must be from 0 to below data.num_classes = {num_classes}, but leaf {name} is {label}; raise "
+            "--data.num_classes, or number the classes by paceline data prepare --change"
+        )
+    return label
 
 
 @dataclass(frozen=True)
