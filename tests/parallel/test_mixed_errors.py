@@ -35,9 +35,9 @@ def model() -> object:
     dist.destroy_process_group()
 
 
-def explain(model: nn.ModuleDict, function: object, layout: Layout) -> str | None:
+def explain(model: nn.ModuleDict, function: object, layout: Layout, *, match: str = "mixed") -> str | None:
     use = ParameterUse(model, layout)
-    with pytest.raises(RuntimeError, match="mixed") as raised:
+    with pytest.raises(RuntimeError, match=match) as raised:
         function()
     found = use.explain(raised.value)
     return None if found is None else str(found)
@@ -60,6 +60,10 @@ def test_a_mixed_error_is_told_of_the_loss_the_model_or_nobody(model: nn.ModuleD
     said = explain(model, lambda: x * norm, tensor)
     assert said is not None
     assert "combines values of parameters, such as their norms, with tensors of its own" in said
+    said = explain(model, lambda: weight.detach().numpy(), tensor, match="tensor subclasses")
+    assert said is not None
+    assert said.startswith("an operation on part.head.weight must be one that torch knows for parts of tensors, which")
+    assert "over tensor(2), but it says '.numpy() is not supported for tensor subclasses.'; call it with x.full" in said
     foreign = distribute_tensor(torch.ones(4, 4), weight.device_mesh, [Replicate()])
     assert explain(nn.ModuleDict({"part": nn.Linear(4, 4)}), lambda: F.linear(x, foreign), tensor) is None
 

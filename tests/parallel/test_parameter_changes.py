@@ -24,12 +24,32 @@ TOLERANCE = 1e-12
 LAYOUTS = [Layout(tensor=2), Layout(sharded=2), Layout(sharded=2, zero_stage=2), Layout(sharded=2, zero_stage=1)]
 
 
+class Merging(nn.Linear):
+    """A linear map with an adapter of low rank, which is part of its weight in evaluation."""
+
+    def __init__(self, num_inputs: int, num_outputs: int) -> None:
+        super().__init__(num_inputs, num_outputs)
+        self.reduce, self.extend = nn.Parameter(torch.ones(2, num_inputs)), nn.Parameter(torch.zeros(num_outputs, 2))
+        self.is_merged = False
+
+    def train(self, mode: bool = True) -> "Merging":
+        super().train(mode)
+        if self.is_merged == mode:
+            self.weight.data += (self.extend @ self.reduce) * (-1 if mode else 1)
+            self.is_merged = not mode
+        return self
+
+    def forward(self, x: Tensor) -> Tensor:
+        made = super().forward(x)
+        return made if self.is_merged else made + x @ self.reduce.T @ self.extend.T
+
+
 class Chained(nn.Module):
     """Columns, rows, and a whole head over a tensor axis; five rows are two uneven parts of a sharded one."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.expand, self.shrink, self.head = nn.Linear(4, 6), nn.Linear(6, 4), nn.Linear(4, 5)
+        self.expand, self.shrink, self.head = nn.Linear(4, 6), nn.Linear(6, 4), Merging(4, 5)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.head(x + self.shrink(torch.tanh(self.expand(x))))
@@ -89,7 +109,7 @@ def load(model: Any) -> None:
     model.load_state_dict(Chained().double().state_dict())
     memory = io.BytesIO()
     torch.save(model.state_dict(), memory)
-    model.head.load_state_dict(nn.Linear(4, 5).double().state_dict())
+    model.shrink.load_state_dict(nn.Linear(6, 4).double().state_dict())
     memory.seek(0)
     model.load_state_dict(torch.load(memory, weights_only=False))
 
@@ -99,8 +119,12 @@ def freeze(model: Any) -> None:
     model.expand.weight.requires_grad_(False)
 
 
+def evaluate(model: Any) -> None:
+    model.eval()
+
+
 Line = Callable[[Any], None]
-LINES: list[Line] = [write_rows, write_by_mask, assign, combine, draw, load, freeze]
+LINES: list[Line] = [write_rows, write_by_mask, assign, combine, draw, load, evaluate, freeze]
 
 
 def change_gradients(model: Any) -> None:
@@ -119,6 +143,7 @@ def train(group: Group, layout: Layout, *, changes_gradients: bool) -> list[list
     replica = Replica(model, optimizer, group=group, clip_norm=0.5)
     workers, found = replica.shard.data_parallel_group, []
     for line in [*LINES, write_rows]:
+        model.train()
         x, y = (one.chunk(workers.size)[workers.rank] for one in (inputs, targets))
         replica.backward(functional.mse_loss(replica(x), y), weight=len(x))
         if changes_gradients:

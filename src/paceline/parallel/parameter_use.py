@@ -24,11 +24,13 @@ from paceline.topology.layout import Layout
 
 _MAX_FORWARDS = 1024
 """Number of the last forward passes whose operations are known; others are only searched in vain."""
-_MIXED = (
-    *("mixed torch.Tensor and DTensor", "sharding strategy", "Sharding propagation failed"),
+_MIXED = ("mixed torch.Tensor and DTensor",)
+"""Parts of torch's errors about operations on a parameter and a plain tensor."""
+_UNKNOWN = (
+    *("sharding strategy", "Sharding propagation failed", "not supported for tensor subclasses"),
     "in-place operations that require placement changes",
 )
-"""Parts of torch's errors about operations on a parameter and a plain tensor, or that know no parts of tensors."""
+"""Parts of torch's errors about operations that know no parts of tensors."""
 
 
 class ParameterUse:
@@ -94,7 +96,7 @@ class ParameterUse:
 
     def explain(self, error: BaseException) -> SettingsError | None:
         """Return what an error of torch means that comes from a parameter of which this rank has a part, or None."""
-        if not isinstance(error, RuntimeError) or not any(part in str(error) for part in _MIXED):
+        if not isinstance(error, RuntimeError) or not any(part in str(error) for part in (*_MIXED, *_UNKNOWN)):
             return None
         trace, used, reader, seen = error.__traceback__, "", None, list[DTensor]()
         while trace is not None:
@@ -106,6 +108,14 @@ class ParameterUse:
             trace = trace.tb_next
         if seen and not used and not any(one.device_mesh in self._meshes for one in seen):
             return None  # of DTensors that are no parameters of this model
+        if reader is None and any(part in str(error) for part in _UNKNOWN):
+            axis, size, advice = self._find_axis()
+            advice = advice.removeprefix("write parameter.full_tensor() there, or ")
+            return SettingsError(
+                f"an operation on {used or 'a parameter'} must be one that torch knows for parts of tensors, which "
+                f"ranks have over {axis}({size}), but it says {str(error).splitlines()[0]!r}; call it with "
+                f"x.full_tensor() for x, on every rank, and write a result back by p.data = result, or {advice}"
+            )
         if reader is None:
             used = used or ("values of parameters, such as their norms," if seen else "parameters")
             return self._refuse(f"combines {used} with tensors of its own")

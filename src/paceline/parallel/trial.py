@@ -147,9 +147,13 @@ def undisturbed(module: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def evaluating(module: nn.Module) -> Iterator[None]:
-    """While active, a module runs as in evaluation."""
+    """While active, a module runs as in evaluation.
+
+    Its `eval` is not called, which may do more than set the mode: adapters merge their weights in it.
+    """
     modes = {part: part.training for part in module.modules()}
-    module.eval()
+    for part in modes:
+        part.training = False
     try:
         yield
     finally:
