@@ -71,7 +71,10 @@ class Stack(nn.Module):
     ) -> Tensor:
         gates = weight if gates is None else weight * gates
         is_mine = F.one_hot(index, self.num_experts + 1)[..., :-1] * gates[..., None]
-        mapped = scale * torch.einsum("nke,eij,nj->ni", is_mine.to(tokens), self.matrix, tokens)
+        matrix = self.matrix * 1.0
+        if self.is_broken == "averages" and matrix.requires_grad:
+            matrix.register_hook(lambda gradient: gradient / len(tokens))
+        mapped = scale * torch.einsum("nke,eij,nj->ni", is_mine.to(tokens), matrix, tokens)
         if rows is not None:
             is_kept, shift = rows
             mapped = mapped + is_mine.sum((1, 2))[:, None] * is_kept[:, None] * shift
@@ -288,7 +291,7 @@ def refuse_strange_experts(group: Group) -> list[str]:
     with pytest.raises(SettingsError) as caught:
         parallelize(model, Layout(expert=2), group=group, sample=some)
     refusals.append(str(caught.value))
-    for broken, sample in (("sums", some), ("mixes", some), ("squares", some), ("counts", some), ("", None)):
+    for broken, sample in (*((kind, some) for kind in ("sums", "mixes", "squares", "averages", "counts")), ("", None)):
         model = make_stacked()
         model.layers[1].mlp.experts.is_broken = broken
         with pytest.raises(SettingsError) as caught:
@@ -377,7 +380,7 @@ def test_experts_that_are_shared_train_as_in_one_process(
     if num_ranks == 2:
         first, second, price = found.pop("bytes")
         assert first == second == price > 0
-        varying, summing, mixing, squaring, counting, unproved, diverged = found.pop("refusals")
+        varying, summing, mixing, squaring, averaging, counting, unproved, diverged = found.pop("refusals")
         assert "differ, first in parameter norm.weight" in diverged
         assert "but 'scale' of layers.1.mlp.experts.stack (Stack) depends on the sample" in varying
         assert (
@@ -385,6 +388,7 @@ def test_experts_that_are_shared_train_as_in_one_process(
         )
         assert "but layers.1.mlp.experts (Stack) has another output, by" in mixing
         assert "but layers.1.mlp.experts (Stack) has another output, by" in squaring
+        assert "but layers.1.mlp.experts (Stack) has another gradient of matrix, by" in averaging
         assert "(Stack) fails on a rank's part with ValueError: four experts are wanted" in counting
         assert "sample must be inputs of at least one sample for a tensor or expert axis" in unproved
     assert len(found) == len(cases) + 1

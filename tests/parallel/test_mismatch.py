@@ -5,11 +5,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from paceline.comm import join
 from paceline.errors import CommunicationError
 from paceline.parallel.mesh import Mesh
 from paceline.parallel.mismatch import explain_failure
+from paceline.parallel.parallelize import parallelize
 from paceline.testing.processes import run_processes
 from paceline.topology.layout import Layout
 
@@ -32,6 +34,22 @@ def fail(way: str) -> tuple[str, str]:
         found = explain_failure(error, mesh, f"rank {group.rank} lost others")
         return type(found).__name__, str(found)
     return "", ""
+
+
+def train_and_fail() -> str:
+    """Fail on rank 1 between two steps of a loop of one's own; return what the other rank says."""
+    torch.set_num_threads(1)
+    try:
+        with join() as group:
+            model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 4))
+            model = parallelize(model, Layout(tensor=2), group=group, sample=torch.ones(1, 4))
+            for _ in range(2):
+                model(torch.ones(2, 4))
+                if group.rank:
+                    raise KeyError("coffee")
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
 
 
 def run(way: str) -> list[tuple[str, str]]:
@@ -59,3 +77,12 @@ def test_a_rank_that_is_gone_is_lost() -> None:
     ((kind, said),) = run("gone")
     assert kind == "CommunicationError"
     assert said.startswith("rank 0 lost others, in all_reduce of [[10]] Float")
+
+
+def test_a_loop_of_ones_own_learns_what_another_rank_failed_with() -> None:
+    first, last = run_processes(2, train_and_fail, timeout_s=50)
+    assert last.value == "KeyError: 'coffee'"
+    assert (
+        first.value
+        == "CommunicationError: rank 0 of 2 lost others of its layout: rank 1 failed with KeyError: 'coffee'"
+    )

@@ -113,7 +113,48 @@ class Late(Clipped):
         return self.second(x.softmax(-1) if self.num_forwards > 3 else x.relu())
 
 
+class OneSided(Clipped):
+    """Another function of what is negative in sum, which nothing is on the sample."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        nn.init.uniform_(self.first.weight, 0.5, 1.0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x.abs())
+        return self.second(torch.where(x.sum(-1, keepdim=True) < 0, x.softmax(-1), x.relu()))
+
+
+class Trained(Clipped):
+    """Another function in training."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        return self.second(x.softmax(-1) if self.training else x.relu())
+
+
+class Measured(nn.Module):
+    """A block that returns a number of what is between its maps too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = Measuring()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x, size = self.block(x)
+        return x + size
+
+
+class Measuring(Clipped):
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:  # type: ignore[override]
+        x = torch.tanh(self.first(x))
+        return self.second(x), x.square().mean()
+
+
 FOUND = {
+    "one_sided": (OneSided, {"first": "gathered_columns", "second": "sliced_rows"}),
+    "trained": (Trained, {"first": "gathered_columns", "second": "sliced_rows"}),
+    "measured": (Measured, {"block.first": "gathered_columns", "block.second": "sliced_rows"}),
     "clipped": (Clipped, {"first": "gathered_columns", "second": "sliced_rows"}),
     "late": (Late, {"first": "gathered_columns", "second": "sliced_rows"}),
     "late_in_buffer": (lambda: Late(in_buffer=True), {"first": "gathered_columns", "second": "sliced_rows"}),

@@ -14,6 +14,7 @@ from typing import Any
 import torch._C._distributed_c10d as c10d
 
 from paceline.comm.heartbeat import describe_mismatch, run_within
+from paceline.comm.torch_group import first_sentence
 from paceline.errors import CommunicationError, MismatchError, PacelineError, PeerTimeoutError, SettingsError
 from paceline.parallel.gather_watch import read_mismatch
 from paceline.parallel.mesh import Mesh
@@ -60,7 +61,7 @@ def explain_failure(error: RuntimeError | CommunicationError, mesh: Mesh, what: 
         if kind == SettingsError.__name__:  # no rank is lost, and a new start would meet the same
             return SettingsError(f"{sentence} (said by rank {names[rank]})")
         if report.said:
-            return CommunicationError(f"{what} that rank {names[rank]} failed with {report.said}")
+            return CommunicationError(f"{what}: rank {names[rank]} failed with {report.said}")
     for axis in AXES:
         operations = {
             names[rank]: {int(number): run for number, run in report.operations[axis].items()}
@@ -75,7 +76,7 @@ def explain_failure(error: RuntimeError | CommunicationError, mesh: Mesh, what: 
         return MismatchError(f"ranks must wait for each other in the same operation, but {waits}; {_ADVICE}")
     if isinstance(error, CommunicationError):
         return error
-    return CommunicationError(f"{what}, in {mine.waited_in}: {str(error).splitlines()[0]}")
+    return CommunicationError(f"{what}, in {mine.waited_in}: {first_sentence(error)}")
 
 
 def report_failure(error: BaseException, mesh: Mesh) -> None:

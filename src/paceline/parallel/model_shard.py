@@ -12,8 +12,9 @@ from torch.distributed.tensor.experimental import implicit_replication
 
 from paceline.comm.group import Group
 from paceline.comm.local_group import LocalGroup
+from paceline.comm.torch_group import is_lost_peer
 from paceline.data.batch import Batch
-from paceline.errors import PacelineError
+from paceline.errors import CommunicationError, PacelineError
 from paceline.parallel.context import full_sequences, split_batch
 from paceline.parallel.fully_sharded import set_gradient_sync
 from paceline.parallel.gather_watch import GatherWatch
@@ -21,6 +22,7 @@ from paceline.parallel.gradient_use import GradientUse, UseOfStep
 from paceline.parallel.local import local
 from paceline.parallel.loss_graph import FormerParameters
 from paceline.parallel.mesh import Mesh
+from paceline.parallel.mismatch import explain_failure, report_failure
 from paceline.parallel.parameter_use import ParameterUse, advise_sample
 from paceline.parallel.pipeline import Pipeline
 from paceline.parallel.reduce_scatter import CodedReduceScatter
@@ -237,8 +239,19 @@ class ModelShard:
             self.parameter_use.check(loss, first=first)
 
     def explain(self, error: BaseException) -> PacelineError | None:
-        """Return what an error of torch means that comes from parts of parameters, or None."""
-        return self.parameter_use.explain(error) if self.parameter_use is not None else None
+        """Return what an error of torch means that comes from parts of parameters or a lost connection, or None.
+
+        Other ranks are told of any other error, which will cost them their connections.
+        """
+        found = self.parameter_use.explain(error) if self.parameter_use is not None else None
+        if found is not None or self.mesh is None or self.pipeline is not None:  # which tells others itself
+            return found
+        if isinstance(error, RuntimeError) and is_lost_peer(error):
+            lost = f"rank {self.world.rank} of {self.world.size} lost others of its layout"
+            return explain_failure(error, self.mesh, lost)
+        if not isinstance(error, CommunicationError | SystemExit | KeyboardInterrupt):
+            report_failure(error, self.mesh)
+        return None
 
     def begin_backward(self, *, last: bool) -> None:
         """Prepare a backward pass; only the `last` of a step sums gradients over the sharded axis."""

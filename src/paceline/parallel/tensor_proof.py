@@ -1,7 +1,7 @@
 """Proof, on one process, that the ranks' parts of a block would add up to it: each is run in turn, on a sample."""
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from itertools import combinations
@@ -188,11 +188,11 @@ def prove(pair: Pair, styles: Mapping[str, Style], attributes: Attributes, size:
     others = {name: p for name, p in block.named_parameters() if id(p) not in held and p.requires_grad}
     results: list[tuple[Tensor, list[Tensor | None]]] = []
     try:
-        whole, gradients, end = _run(pair, others.values())
+        whole, gradients, ends = _run(pair, others.values())
         for place in range(size):
             with _on_rank(pair.trace.modules, styles, attributes, place, size):
-                output, parts, own_end = _run(pair, others.values(), whole)
-            if end is not None and (own_end is None or own_end.shape != end.shape or not is_close(own_end, end)):
+                output, parts, own_ends = _run(pair, others.values(), whole)
+            if not _are_alike(own_ends, ends):
                 return None  # what only a part is of is used elsewhere too
             results.append((output, parts))
     except (RuntimeError, ValueError, TypeError, IndexError, AssertionError):  # shapes that do not fit: no proof
@@ -215,30 +215,54 @@ def find_variation(pair: Pair, styles: Mapping[str, Style], attributes: Attribut
     """Return where the ranks' parts of a proved block do not add up any more; empty if they always do.
 
     Activations between its maps are made larger, of either sign, as training may make them, and numbers that each
-    forward moves are set to what they will be after many.
+    forward moves are set to what they will be after many. It is also run as in training, unless it draws other random
+    numbers there.
     """
     block = pair.trace.modules[pair.block]
     held = {id(holder) for part in block.modules() for holder in (vars(part), part._buffers)}
     counters = [one for one in pair.trace.counters if id(one[0]) in held]
     tries: list[tuple[float, Numbers, str]] = [(sign * _SCALE, [], _LARGER) for sign in (1.0, -1.0)]
     tries += [(1.0, counters, f"after {NUM_LATER} forwards")] if counters else []
-    for scale, numbers, when in tries:
+
+    def adds_up(scale: float, numbers: Numbers) -> bool:
         try:
-            whole, _, end = _run(pair, (), scale=scale, numbers=numbers)
-            if end is None or not (whole.isfinite().all() and end.isfinite().all()):
-                continue  # no values that training reaches
+            whole, _, ends = _run(pair, (), scale=scale, numbers=numbers)
+            if not ends or not all(one.isfinite().all() for one in (whole, ends[0])):
+                return True  # no values that training reaches
             parts = []
             for place in range(size):
                 with _on_rank(pair.trace.modules, styles, attributes, place, size):
-                    output, _, own_end = _run(pair, (), whole, scale=scale, numbers=numbers)
-                if own_end is None or own_end.shape != end.shape or not is_close(own_end, end):
-                    return when
+                    output, _, own_ends = _run(pair, (), whole, scale=scale, numbers=numbers)
+                if not _are_alike(own_ends, ends):
+                    return False
                 parts.append(output)
         except (RuntimeError, ValueError, TypeError, IndexError, AssertionError):
+            return False
+        return all(part.shape == whole.shape for part in parts) and is_close(sum(parts), whole)
+
+    for scale, numbers, when in tries:
+        if not adds_up(scale, numbers):
             return when
-        if any(part.shape != whole.shape for part in parts) or not is_close(sum(parts), whole):
-            return when
-    return ""
+    with training(block):
+        return "" if _is_random(pair) or adds_up(1.0, []) else "in training"
+
+
+def _is_random(pair: Pair) -> bool:
+    with torch.random.fork_rng(devices=[]):
+        found = []
+        for seed in (0, 1):
+            torch.manual_seed(seed)
+            output, _, ends = _run(pair, ())
+            found.append([output, *ends])
+    return not _are_alike(*found)
+
+
+def _are_alike(some: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
+    """Return whether a block returned the same; later ones of its results may be of a rank's own heads."""
+    if len(some) != len(others):
+        return False
+    pairs = enumerate(zip(some, others, strict=True))
+    return all(is_close(one, other) if one.shape == other.shape else number > 0 for number, (one, other) in pairs)
 
 
 def prove_alone(trace: Trace, name: str, style: Style, size: int) -> bool:
@@ -266,8 +290,8 @@ def _run(
     *,
     scale: float = 1.0,
     numbers: Numbers = (),
-) -> tuple[Tensor, list[Tensor | None], Tensor | None]:
-    """Return the output of a pair's last map, the gradients of the weights between the maps, and the block's output.
+) -> tuple[Tensor, list[Tensor | None], list[Tensor]]:
+    """Return the output of a pair's last map, the gradients of the weights between the maps, and the block's outputs.
 
     Args:
         pair: The maps and their block.
@@ -295,14 +319,13 @@ def _run(
         stack.callback(modules[pair.rows].register_forward_hook(leave).remove)
         for name in pair.columns:
             stack.callback(modules[name].register_forward_pre_hook(detach).remove)
-        ends = list_tensors(modules[pair.block](*args, **kwargs))
+        ends = [one.detach() for one in list_tensors(modules[pair.block](*args, **kwargs)) if one.is_floating_point()]
         (output,) = reached
-        end = next((one.detach() for one in ends if one.is_floating_point()), None)
         if not output.requires_grad or not parameters:
-            return output.detach(), [None] * len(parameters), end
+            return output.detach(), [None] * len(parameters), ends
         weights = torch.randn(output.shape, generator=torch.Generator().manual_seed(0)).to(output)
         gradients = torch.autograd.grad(output, parameters, weights, allow_unused=True)
-        return output.detach(), list(gradients), end
+        return output.detach(), list(gradients), ends
 
 
 @contextmanager
