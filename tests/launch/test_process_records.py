@@ -54,6 +54,24 @@ def test_a_copy_of_a_folder_has_no_processes_of_its_own(tmp_path):
     assert ProcessRecord.load(tmp_path / "moved" / path.name) == record
 
 
+def test_a_snapshot_of_the_volume_has_no_processes_of_its_own(tmp_path, monkeypatch):
+    path, stat = tmp_path / "w0.process", Path.stat
+    ProcessRecord.of_this_process(3).save(path)
+
+    def stat_elsewhere(self, **options):
+        return os.stat_result([*stat(self, **options)[:2], -1, *stat(self, **options)[3:]])
+
+    monkeypatch.setattr(Path, "stat", stat_elsewhere)
+    assert ProcessRecord.load(path) is None, "its folder has the same number on another volume"
+
+
+@pytest.mark.parametrize("content", ["[" * 100_000, "[1]", "{}", '{"pid": ', "\x00"])
+def test_what_is_no_record_is_none(tmp_path, content):
+    path = tmp_path / "launcher.json"
+    path.write_text(content)
+    assert ProcessRecord.load(path) is None
+
+
 def test_the_record_of_another_process_is_not_written_over(tmp_path, fill):
     path, record = tmp_path / "w0.process", ProcessRecord.of_this_process(3)
     record.save(path)
