@@ -70,10 +70,12 @@ class PeerMemorySettings(Settings):
         name = ""
         if group.rank == 0:
             path, mine = directory / _NAME, identify(directory)
-            said = json.loads(path.read_text()) if path.exists() else {}
-            if said.get("directory") == mine:
-                name = said["name"]
-            else:  # a new run, or a copy of another's directory
+            try:
+                said = json.loads(path.read_text())
+                name = str(said["name"]) if said["directory"] == mine else ""
+            except (OSError, ValueError, LookupError, TypeError, RecursionError):
+                name = ""
+            if not name:  # a new run, a copy of another's directory, or a damaged file
                 name = f"paceline-{os.getuid()}-{secrets.token_hex(8)}"
                 part = directory / f".{_NAME}.part"
                 with storing(path):
