@@ -66,9 +66,9 @@ def read_in_processes(
             num_lost += 1
             if num_lost > _MOST_LOST:
                 raise DataError(
-                    f"processes that read data must live, but {num_lost} in a row ended before they had read a step, the "
-                    f"last one {error}; memory may be short, which fewer num_processes need less of, or the data's own "
-                    "code ends its process: num_processes=0 shows where"
+                    f"processes that read data must live, but {num_lost} in a row ended before they had read a step, "
+                    f"the last one {error}; memory may be short, which fewer num_processes need less of, or the data's "
+                    "own code ends its process: num_processes=0 shows where"
                 ) from error
             warnings.warn(
                 f"a process that reads data {error}; others are started, and read the same samples", stacklevel=2

@@ -78,8 +78,8 @@ class LauncherWatch:
         """End this worker, which another launcher has not found, and so has started others for."""
         with contextlib.suppress(OSError):
             print(
-                f"paceline: this worker, process {os.getpid()}, ends, as another launcher has taken the run, which does "
-                f"not know it: {self._path} is gone",
+                f"paceline: this worker, process {os.getpid()}, ends, as another launcher has taken the run, which "
+                f"does not know it: {self._path} is gone",
                 file=sys.stderr,
                 flush=True,
             )

@@ -86,7 +86,7 @@ class LocalWorkforce(Workforce):
         """Function that is told the signal that asked one worker, and so all, to stop, and ended that one: it was just
         being started, and could not tell the others."""
         self._is_asked = False
-        """Whether they were sent a signal from here."""
+        """Whether a signal was sent to them from here."""
 
     def start(self, name: str, slot: int, epoch: int) -> None:
         """Fork it, unless it was taken over; its process number is written to ``NAME.pid`` for people.
