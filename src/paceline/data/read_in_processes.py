@@ -132,14 +132,16 @@ def _next_part(parts: Any) -> Any:
     except (RuntimeError, OSError, EOFError) as error:  # what torch meets before it finds the process dead
         deadline_s = time.monotonic() + _ENDS_S
         while time.monotonic() < deadline_s:
-            if codes := [process.exitcode for process in parts._workers if process.exitcode is not None]:
-                raise _LostReaderError(_describe(codes[0])) from error
+            if ended := [process for process in parts._workers if process.exitcode is not None]:
+                raise _LostReaderError(_describe(ended[0])) from error
             time.sleep(0.01)
         raise
 
 
-def _describe(code: int) -> str:
-    return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
+def _describe(process: Any) -> str:
+    code = process.exitcode
+    end = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
+    return f"(pid {process.pid}) {end}"  # with its number, as a warning is shown once
 
 
 class _PlannedParts:
