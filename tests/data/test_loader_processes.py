@@ -141,14 +141,17 @@ def leave_the_loop_in_the_middle():
     batches = iter(Loader(Points(endless=20), 4, shuffle=False, num_processes=2))
     next(batches)
     HELD.append(batches)  # as a loop's error holds on to its iterator
-    num_there = len(multiprocessing.active_children())
-    return [num_there, end_process()]
+    num_there, num_left = len(multiprocessing.active_children()), end_process()
+    for thread in threading.enumerate():
+        if thread.name == "paceline-loader":
+            thread.join(10)
+    return [num_there, num_left, len(multiprocessing.active_children())]
 
 
 def test_a_process_ends_though_its_loader_processes_are_under_way():
     (result,) = run_processes(1, leave_the_loop_in_the_middle, timeout_s=40)
     assert result.exit_code == 0, result.output
-    assert result.value == [2, 0]
+    assert result.value == [2, 0, 0], "no others are started for those that end"
 
 
 def be_killed_while_a_sample_is_read(folder):

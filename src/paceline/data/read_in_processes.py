@@ -5,6 +5,7 @@ import multiprocessing
 import multiprocessing.context
 import multiprocessing.pool
 import multiprocessing.popen_fork
+import multiprocessing.util
 import os
 import pickle
 import signal
@@ -63,6 +64,8 @@ def read_in_processes(
                 num_lost = 0
                 yield batches
         except _LostReaderError as error:
+            if clock.is_closed or multiprocessing.util.is_exiting():  # nobody reads any more, and Python ends them
+                return
             num_lost += 1
             if num_lost > _MOST_LOST:
                 raise DataError(
