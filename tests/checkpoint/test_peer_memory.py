@@ -183,3 +183,17 @@ def test_a_copy_of_a_directory_has_memory_of_its_own(tmp_path):
     assert settings.open(tmp_path / "run", group).folder == folder
     shutil.copytree(tmp_path / "run", tmp_path / "copy")
     assert settings.open(tmp_path / "copy", group).folder != folder, "or it would remove the original's at its end"
+
+
+@pytest.mark.parametrize("content", ["{", "[1]", "[" * 100_000, "5", '{"directory": 5}'])
+def test_a_run_finds_its_memory_again_unless_the_record_is_damaged(tmp_path, content):
+    (group,), settings = LocalGroup.create(1), PeerMemorySettings(interval=1)
+
+    def find():
+        return settings.open(tmp_path, group).folder
+
+    found = find()
+    assert find() == found
+    (tmp_path / "peer_memory.json").write_text(content)
+    assert found != (other := find())
+    assert find() == other

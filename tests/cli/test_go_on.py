@@ -15,6 +15,7 @@ from paceline.errors import StorageError
 from paceline.monitor.events import RunFinished, RunStarted, StepFinished
 from paceline.monitor.reader import read_log, select
 from paceline.testing import run_processes
+from paceline.training import run_file
 from paceline.training.run_file import RunFile
 
 RECIPE = """
@@ -142,16 +143,16 @@ def test_at_no_instant_a_run_has_no_file(tmp_path, monkeypatch):
     assert (tmp_path / "run-1.json").exists()
 
 
-def fail_to_write(source, target):
-    (source if source.name.endswith(".new") else target).touch()
-    raise OSError(errno.ENOSPC, "No space left on device")
-
-
-@pytest.mark.parametrize("fails", ["pathlib.Path.write_text", "shutil.copyfile"])
+@pytest.mark.parametrize("fails", ["new", "old"])
 def test_a_file_that_cannot_be_written_leaves_nothing(tmp_path, monkeypatch, fails):
+    def fail_to_write(path, content):
+        path.touch()
+        if path.name.endswith(fails):
+            raise OSError(errno.ENOSPC, "No space left on device")
+
     file = RunFile(recipe="transformer_lm", num_workers=1, run={})
     file.save(tmp_path)
-    monkeypatch.setattr(fails, fail_to_write)
+    monkeypatch.setattr(run_file, "write_file", fail_to_write)
     with pytest.raises(StorageError, match=r"run.json could not be written: No space left on device; free space"):
         file.model_copy(update={"num_workers": 2}).save(tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["run.json"]

@@ -20,6 +20,7 @@ from paceline.elastic.unreachable import find_unreachable
         ([("w0@a", "w0@b"), ("w0@b", "w0@c")], {""}, ["b"]),
         ([("w0@old", "w0@older"), ("w0", "w0@new")], {"", "old", "older"}, ["new"]),
         ([("w0@old", "w0@older")], {"", "old", "older"}, []),
+        ([("w0@old", "w0@older")], set(), ["older"]),
         ([("w0@new", "w1@new"), ("w0", "w1")], {""}, []),
     ],
 )
@@ -78,19 +79,46 @@ def test_a_machine_that_joins_and_cannot_be_reached_is_dropped_and_the_others_go
     assert [*names.values()] == [("w0",), ("w0", "w0@far"), ("w0",)]
 
 
-def test_of_two_that_have_trained_together_none_is_dropped_and_people_are_told(tmp_path):
+def lose_link(member, view):
+    member.report_loss(view.step + 1, is_whole=True, reason="the link was cut")
+
+
+def test_two_that_have_trained_together_try_again(tmp_path):
     def script(member):
         while True:
             view = member.next_view(20)
-            if view.epoch == 2:
+            if view.epoch in (2, 4):
                 lose_far(member, view)
-            elif view.epoch == 3:
+            elif view.epoch == 5:
                 return "done"
-            elif view.epoch == 1:
-                member.report_loss(view.step + 1, is_whole=True, reason="the link was cut")
+            elif view.epoch in (1, 3):
+                lose_link(member, view)
             else:
                 train_on(member, view)
 
     told, dropped = supervise_far(tmp_path, script)
-    assert told == [f"{REASON}; connections to all ports of these machines must be let through"]
-    assert dropped == []
+    assert told == [f"{REASON}; connections to all ports of these machines must be let through"] * 2
+    assert dropped == [], "steps were made in between"
+
+
+def test_where_they_cannot_connect_again_one_is_dropped_and_the_other_goes_on_from_memory(tmp_path):
+    steps = {}
+
+    def script(member):
+        while True:
+            view = member.next_view(20)
+            steps[view.names, view.epoch] = view.step
+            if view.epoch in (2, 3):
+                lose_far(member, view)
+            elif view.epoch == 4:
+                return "done"
+            elif view.epoch == 1:
+                lose_link(member, view)
+            else:
+                train_on(member, view)
+
+    told, dropped = supervise_far(tmp_path, script)
+    words = f"far is dropped: {REASON}; let connections to all ports through, then start its agent again"
+    assert told == [f"{REASON}; connections to all ports of these machines must be let through", words]
+    assert dropped == [("far", words)]
+    assert steps[("w0",), 4] == 6

@@ -12,7 +12,8 @@ import pytest
 
 from paceline.comm.control import ControlAccess
 from paceline.errors import StorageError
-from paceline.launch import processes
+from paceline.launch import launcher_watch, processes
+from paceline.launch.launcher_watch import LauncherWatch
 from paceline.launch.left_run import LeftProcess
 from paceline.launch.process_record import ProcessRecord
 from paceline.launch.processes import describe_exit
@@ -52,6 +53,47 @@ def test_a_copy_of_a_folder_has_no_processes_of_its_own(tmp_path):
     assert ProcessRecord.load(tmp_path / "copy" / path.name) is None, "or the copy would stop, or kill, the original's"
     path.parent.rename(tmp_path / "moved")
     assert ProcessRecord.load(tmp_path / "moved" / path.name) == record
+
+
+def test_a_snapshot_of_the_volume_has_no_processes_of_its_own(tmp_path, monkeypatch):
+    path, stat = tmp_path / "w0.process", Path.stat
+    ProcessRecord.of_this_process(3).save(path)
+
+    def stat_elsewhere(self, **options):
+        return os.stat_result([*stat(self, **options)[:2], -1, *stat(self, **options)[3:]])
+
+    monkeypatch.setattr(Path, "stat", stat_elsewhere)
+    assert ProcessRecord.load(path) is None, "its folder has the same number on another volume"
+
+
+@pytest.mark.parametrize("content", ["[" * 100_000, "[1]", "{}", '{"pid": ', "\x00"])
+def test_what_is_no_record_is_none(tmp_path, content):
+    path = tmp_path / "launcher.json"
+    path.write_text(content)
+    assert ProcessRecord.load(path) is None
+
+
+class EndedError(Exception):
+    """The process would have ended."""
+
+
+@pytest.mark.parametrize(("is_known", "is_other"), [(False, True), (True, True), (False, False)])
+def test_a_worker_that_another_launcher_does_not_know_ends(tmp_path, monkeypatch, capsys, is_known, is_other):
+    def end(*arguments):
+        raise EndedError(arguments[-1])
+
+    monkeypatch.setattr(launcher_watch.os, "_exit", end)
+    monkeypatch.setattr(launcher_watch.os, "kill", end)
+    first = replace(ProcessRecord.of_this_process(1), started=1)  # it has ended
+    watch = LauncherWatch(tmp_path, "w0", 1, timeout_s=0.01, signal_number=signal.SIGTERM)
+    replace(first, number=2 if is_other else 1).save(tmp_path / "launcher.json")
+    if is_known:
+        watch._write()
+    with pytest.raises(EndedError) as ended:
+        watch._keep_looking(first)
+    is_unknown = is_other and not is_known
+    assert ended.value.args == (69 if is_unknown else signal.SIGTERM,)
+    assert ("w0.process is gone" in capsys.readouterr().err) is is_unknown
 
 
 def test_the_record_of_another_process_is_not_written_over(tmp_path, fill):

@@ -265,6 +265,9 @@ class Processes:
     def kill_all(self):
         self.told.append("kill_all")
 
+    def signal(self, number):
+        self.told.append(number)
+
 
 @pytest.fixture
 def faked(tmp_path, monkeypatch):
@@ -289,6 +292,18 @@ def test_an_error_of_the_launcher_lets_workers_save_before_it_ends(faked):
         local.launch(directory, 1)
     assert processes.told[0] == "end_all"
     assert processes.told[-1] == "kill_all"
+
+
+def test_a_signal_that_ended_one_worker_before_it_could_tell_the_others_asks_all_to_stop(faked, monkeypatch):
+    directory, processes = faked
+
+    def be_told(self, *, takes_over):
+        processes.tell_asked(signal.SIGTERM)
+        assert self.is_stopping
+
+    monkeypatch.setattr(local.Supervisor, "run", be_told)
+    assert local.launch(directory, 1) is ExitCode.PREEMPTED
+    assert processes.told[0] == signal.SIGTERM
 
 
 def test_what_a_killed_launcher_left_is_cleared(faked):

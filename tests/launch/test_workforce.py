@@ -59,6 +59,29 @@ def test_how_each_ended_is_told_once(tmp_path):
     assert "---- started again" in (tmp_path / "workers" / "rank5.out").read_text()
 
 
+def end_by_signal(directory, epoch, name):
+    os.kill(os.getpid(), int(name))
+
+
+@pytest.mark.parametrize(("stop_signal", "told"), [(signal.SIGTERM, [15, 2]), (signal.SIGINT, [2])])
+def test_a_signal_to_one_that_was_just_forked_asks_all_to_stop(tmp_path, stop_signal, told):
+    (tmp_path / "workers").mkdir()
+    access, found = ControlAccess("127.0.0.1", 1, bytes(32)), []
+    force = LocalWorkforce(end_by_signal, tmp_path, 1, access, stop_signal=stop_signal)
+    force.tell_asked = found.append
+    for number in (signal.SIGKILL, signal.SIGTERM, signal.SIGINT):
+        force.start(str(int(number)), 0, epoch=0)
+        while not (ended := force.wait(5)):
+            pass
+        assert ended[0][1] == "killed"
+    assert found == told, "unless it lets that one leave alone"
+    force.start("15", 0, epoch=0)
+    force.signal(signal.SIGTERM)
+    while not force.wait(5):
+        pass
+    assert found == told, "all know it"
+
+
 def print_words(directory, epoch, name):
     print(epoch)
     print(f"{epoch}, loudly", file=sys.stderr)

@@ -28,6 +28,15 @@ def sync_directory(directory: Path) -> None:
         os.close(descriptor)
 
 
+def identify(directory: Path) -> list[int]:
+    """Return what tells a directory from a copy of it, and from one in a snapshot of its volume, while both are there.
+
+    Moved on its volume it stays the same; JSON can hold it.
+    """
+    status = directory.stat()
+    return [status.st_dev, status.st_ino]
+
+
 def open_regular(path: Path) -> FileIO:
     """Open a file to read; a pipe in its place, which would be waited for, is an error at once.
 

@@ -171,6 +171,11 @@ class ReadingClock:
             self._is_closed = True
             self._changed.notify_all()
 
+    @property
+    def is_closed(self) -> bool:
+        """Whether nobody reads any more."""
+        return self._is_closed
+
     def reopen(self) -> None:
         """Begin anew to read ahead, with nothing ready."""
         with self._changed:

@@ -1,14 +1,18 @@
 """Reading the samples of planned steps in processes."""
 
+import itertools
 import multiprocessing
 import multiprocessing.context
 import multiprocessing.pool
 import multiprocessing.popen_fork
+import multiprocessing.util
 import os
 import pickle
 import signal
 import sys
 import threading
+import time
+import warnings
 from collections import deque
 from collections.abc import Generator, Iterator
 from typing import Any
@@ -20,6 +24,12 @@ from paceline.data.batch import Batch
 from paceline.data.order import Positions
 from paceline.data.pipeline import PartReader, StepReads, finish_step
 from paceline.data.read_ahead import ReadingClock
+from paceline.errors import DataError
+
+_MOST_LOST = 2
+"""Number of processes in a row that may be lost without a step that was read."""
+_ENDS_S = 1.0
+"""Longest time between what is missed of a process and its end."""
 
 
 def read_in_processes(
@@ -32,7 +42,8 @@ def read_in_processes(
 ) -> Generator[list[Batch]]:
     """Yield the micro-batches of each step, read by forked processes, which end before the generator does.
 
-    A fork has all objects of the source, including lambdas and open files, and nothing is pickled.
+    A fork has all objects of the source, including lambdas and open files, and nothing is pickled. Where a process is
+    killed, as where memory is short, others read the steps that were under way again.
 
     Args:
         reader: Reader of micro-batches.
@@ -41,8 +52,52 @@ def read_in_processes(
         clock: Clock of reading, and limit of what is read ahead.
         num_processes: Number of processes.
         prefetch_factor: Micro-batches that each process reads ahead.
+
+    Raises:
+        DataError: Processes end again and again.
     """
-    plan = _PlannedParts(steps, clock, num_processes * prefetch_factor)
+    num_lost = 0
+    while True:
+        plan = _PlannedParts(steps, clock, num_processes * prefetch_factor)
+        try:
+            for batches in _read_plan(reader, plan, device, clock, num_processes, prefetch_factor):
+                num_lost = 0
+                yield batches
+        except _LostReaderError as error:
+            if clock.is_closed or multiprocessing.util.is_exiting():  # nobody reads any more, and Python ends them
+                return
+            num_lost += 1
+            if num_lost > _MOST_LOST:
+                raise DataError(
+                    f"processes that read data must live, but {num_lost} in a row ended before they had read a step, "
+                    f"the last one {error}; memory may be short, which fewer num_processes need less of, or the data's "
+                    "own code ends its process: num_processes=0 shows where"
+                ) from error
+            warnings.warn(
+                f"a process that reads data {error}; others are started, and read the same samples", stacklevel=2
+            )
+            steps = itertools.chain(list(plan.steps), steps)
+        else:
+            return
+
+
+class _LostReaderError(Exception):
+    """A process that reads has ended; the message says how."""
+
+
+def _read_plan(
+    reader: PartReader,
+    plan: "_PlannedParts",
+    device: torch.device,
+    clock: ReadingClock,
+    num_processes: int,
+    prefetch_factor: int,
+) -> Generator[list[Batch]]:
+    """Yield the micro-batches of each planned step.
+
+    Raises:
+        _LostReaderError: A process has ended; the plan has the steps that it does not yield.
+    """
     parts = iter(
         DataLoader(
             _Reader(reader),
@@ -65,12 +120,31 @@ def read_in_processes(
             step = plan.steps[0]
             read = []
             for _ in step.parts:
-                read.append(_raise_if_error(next(parts)))
+                read.append(_raise_if_error(_next_part(parts)))
                 plan.num_read += 1
             plan.steps.popleft()
             yield finish_step(reader, step, read, device, clock)
     finally:  # an error's traceback would keep them alive
         parts._shutdown_workers()  # type: ignore[attr-defined]  # torch has no other name for it
+
+
+def _next_part(parts: Any) -> Any:
+    """Return the next micro-batch; raise `_LostReaderError` if it does not come since a process has ended."""
+    try:
+        return next(parts)
+    except (RuntimeError, OSError, EOFError) as error:  # what torch meets before it finds the process dead
+        deadline_s = time.monotonic() + _ENDS_S
+        while time.monotonic() < deadline_s:
+            if ended := [process for process in parts._workers if process.exitcode is not None]:
+                raise _LostReaderError(_describe(ended[0])) from error
+            time.sleep(0.01)
+        raise
+
+
+def _describe(process: Any) -> str:
+    code = process.exitcode
+    end = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
+    return f"(pid {process.pid}) {end}"  # with its number, as a warning is shown once
 
 
 class _PlannedParts:

@@ -138,6 +138,8 @@ class Supervisor:
         self._num_mails = 0
         self._known_hosts = set[str]()
         """Machines whose workers have made steps with those of others."""
+        self._cut_links = set[frozenset[str]]()
+        """Pairs of machines whose workers could not connect in the last epoch, since which there was no step."""
         self._judged_epoch = -1
         """Epoch of the last connections that could not be opened, which all its workers tell of."""
         self._broken_s: float | None = None
@@ -334,14 +336,17 @@ class Supervisor:
             view = self.coordinator.view
             if view is not None and status.step > max(view.step, 0):
                 self._known_hosts |= {host_of(member) for member in view.names}
+                self._cut_links = set()
             self._feed(Voted(name, status.epoch, status.step, status.is_whole, lost, tuple(status.accused)))
             if status.unreachable and status.epoch != self._judged_epoch:
                 self._judged_epoch = status.epoch
                 self._drop_unreachable([(one, other) for one, other in status.unreachable], lost)
 
     def _drop_unreachable(self, pairs: list[tuple[str, str]], reason: str) -> None:
-        """Go on without machines that have just joined, and that others cannot connect to."""
-        hosts = find_unreachable(pairs, self._known_hosts)
+        """Go on without machines that others cannot connect to: those that have just joined, others the second time."""
+        links = {frozenset(map(host_of, pair)) for pair in pairs}
+        is_again, self._cut_links = bool(links & self._cut_links), links
+        hosts = find_unreachable(pairs, self._known_hosts) or (find_unreachable(pairs, ()) if is_again else [])
         if not hosts:
             self._tell(f"{reason}; connections to all ports of these machines must be let through")
         for host in hosts:

@@ -9,12 +9,12 @@ from paceline.elastic.facts import host_of
 def find_unreachable(pairs: Sequence[tuple[str, str]], known: Collection[str]) -> list[str]:
     """Return the machines whose workers are dropped so that the others can connect, as far as there are such.
 
-    Only machines that have never trained with the others are dropped: of two others that reach each other no longer,
-    nobody can say which one it is.
+    Who is in most of these connections is dropped first. Of two that have trained together, and reach each other no
+    longer, nobody can say which one it is: there the caller tries again, and names none as known the next time.
 
     Args:
         pairs: Names of the workers of each connection that could not be opened.
-        known: Machines that have trained with the others; the supervisor's own always counts as one.
+        known: Machines that are not dropped, as they have trained with the others; the supervisor's own never is.
     """
     dropped: list[str] = []
     while True:

@@ -3,11 +3,13 @@
 import contextlib
 import multiprocessing
 import os
+import sys
 import threading
 import time
 from dataclasses import replace
 from pathlib import Path
 
+from paceline.launch.exit_codes import ExitCode
 from paceline.launch.place import LAUNCHER_FILE
 from paceline.launch.process_record import ProcessRecord
 
@@ -19,6 +21,8 @@ _ASK_S = 1.0
 
 class LauncherWatch:
     """Watch of the launcher, in a thread; once none has been there for long, this worker is asked to stop.
+
+    If another launcher is there, which does not know this worker, since its record is gone, it ends at once.
 
     Args:
         folder: Folder of the workers, in which each launcher writes down that it is one.
@@ -60,13 +64,26 @@ class LauncherWatch:
             assert parent is not None
             parent.join()
             self._keep_asking()
-        seen_s = time.monotonic()
+        first, seen_s = launcher, time.monotonic()
         while time.monotonic() - seen_s <= self._timeout_s:
             launcher = ProcessRecord.load(self._launcher_path) or launcher
+            if launcher not in (None, first) and ProcessRecord.load(self._path) is None:
+                self._end_unknown()
             if launcher is not None and launcher.is_alive:
                 seen_s = time.monotonic()
             time.sleep(_LOOK_S)
         self._keep_asking()
+
+    def _end_unknown(self) -> None:
+        """End this worker, which another launcher has not found, and so has started others for."""
+        with contextlib.suppress(OSError):
+            print(
+                f"paceline: this worker, process {os.getpid()}, ends, as another launcher has taken the run, which "
+                f"does not know it: {self._path} is gone",
+                file=sys.stderr,
+                flush=True,
+            )
+        os._exit(ExitCode.PEERS_LOST)
 
     def _keep_asking(self) -> None:
         self._write(is_abandoned=True)

@@ -13,7 +13,6 @@ from pathlib import Path
 from paceline.comm.control import ControlAccess, KeyValues, read_requests
 from paceline.elastic.journal import JOURNAL, read_journal
 from paceline.elastic.protocol import Coordinator
-from paceline.errors import SettingsError
 from paceline.launch.launcher_watch import RECORD
 from paceline.launch.process_record import ProcessRecord
 from paceline.launch.processes import ACCESS_FILE, GRACE_S
@@ -44,7 +43,7 @@ def find_left_run(directory: Path) -> LeftRun | None:
         return None
     try:
         coordinator, access = read_journal(directory / JOURNAL), ControlAccess.load(folder / ACCESS_FILE)
-    except (SettingsError, ValueError, TypeError, LookupError):
+    except Exception:  # facts that do not fit each other may fail anywhere in the coordinator
         return None
     key_values = read_requests(folder / REQUESTS_FILE)
     if coordinator is None or coordinator.is_over or key_values is None:

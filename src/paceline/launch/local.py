@@ -222,7 +222,7 @@ def _supervise(
             supervisor.is_stopping = True
             workforce.signal(number)
 
-        stop.hand_on = stop_all
+        stop.hand_on, local.tell_asked = stop_all, stop.note
         if stop.number:
             stop_all(stop.number)
         try:

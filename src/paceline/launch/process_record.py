@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Self
 
+from paceline.checkpoint.durable import identify
 from paceline.comm.stacks import find_host_of_processes, started_at
 
 _NUM_BYTES = 512
@@ -43,8 +44,8 @@ class ProcessRecord:
         """Return the record in a file; None if none can be read, or if the folder is a copy of another one."""
         try:
             said = json.loads(path.read_text())
-            return cls(**said) if said.pop("folder") == path.parent.stat().st_ino else None
-        except (OSError, ValueError, TypeError, LookupError):
+            return cls(**said) if said.pop("folder") == identify(path.parent) else None
+        except (OSError, ValueError, TypeError, LookupError, AttributeError, RecursionError):
             return None
 
     def save(self, path: Path) -> None:
@@ -53,7 +54,7 @@ class ProcessRecord:
         Raises:
             OSError: The file cannot be written.
         """
-        document = asdict(self) | {"folder": path.parent.stat().st_ino}
+        document = asdict(self) | {"folder": identify(path.parent)}
         said = json.dumps(document).ljust(_NUM_BYTES).encode()
         new = path.with_name(f".{path.name}.{self.pid}")
         try:

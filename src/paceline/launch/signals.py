@@ -38,14 +38,15 @@ class StopRequest:
         if threading.current_thread() is threading.main_thread():
             for number in STOP_SIGNALS:
                 if signal.getsignal(number) is not signal.SIG_IGN:
-                    self._previous[number] = signal.signal(number, self._note)
+                    self._previous[number] = signal.signal(number, lambda number, _: self.note(number))
         return self
 
     def __exit__(self, *_: object) -> None:
         for number, handler in self._previous.items():
             signal.signal(number, handler)
 
-    def _note(self, number: int, _: FrameType | None) -> None:
+    def note(self, number: int) -> None:
+        """Note a signal to this process, or one to a worker that is to stop all, and hand it on."""
         drop_lost_output()
         if not self.number:
             self.number, self._came_s = number, time.monotonic()

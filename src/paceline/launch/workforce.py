@@ -22,6 +22,7 @@ from paceline.launch.forking import START_METHOD, find_end, find_server, prepare
 from paceline.launch.launcher_watch import RECORD
 from paceline.launch.left_run import LeftProcess
 from paceline.launch.processes import GRACE_S, Ended, describe_exit, make_environment, prepare_rank
+from paceline.launch.signals import STOP_SIGNALS
 from paceline.launch.starting import StartingProcess
 
 _ENDS: dict[int, End] = {
@@ -81,6 +82,11 @@ class LocalWorkforce(Workforce):
         self._slots: dict[str, int] = {}
         self.ended = Ended()
         """Ends of processes of the present start of all, by slot, but for those that were replaced."""
+        self.tell_asked: Callable[[int], None] = lambda _: None
+        """Function that is told the signal that asked one worker, and so all, to stop, and ended that one: it was just
+        being started, and could not tell the others."""
+        self._is_asked = False
+        """Whether a signal was sent to them from here."""
 
     def start(self, name: str, slot: int, epoch: int) -> None:
         """Fork it, unless it was taken over; its process number is written to ``NAME.pid`` for people.
@@ -216,6 +222,9 @@ class LocalWorkforce(Workforce):
             self._running.pop(name).close()
             (self._directory / "workers" / f"{name}.pid").unlink(missing_ok=True)
             self.ended.exit_codes[self._slots[name]] = code
+            is_asked = -code in STOP_SIGNALS and (self._stop_signal == signal.SIGTERM or -code != signal.SIGTERM)
+            if is_asked and not self._is_asked and self._slots[name] not in self.ended.ended_here:
+                self.tell_asked(-code)
             found.append((name, _ENDS.get(code, "killed"), describe_exit(name, code, self._directory)))
         return found
 
@@ -246,10 +255,11 @@ class LocalWorkforce(Workforce):
 
     def begin_again(self) -> None:
         """Forget how processes ended."""
-        self.ended = Ended()
+        self.ended, self._is_asked = Ended(), False
 
     def signal(self, number: int) -> None:
         """Send a signal to all. It may be called in a handler: to ask how they are would disturb who asks now."""
+        self._is_asked = True
         number = self._stop_signal if number == signal.SIGTERM else number
         for process in list(self._running.values()):
             if isinstance(process, StartingProcess):

@@ -2,12 +2,12 @@
 
 import json
 import os
-import shutil
 from pathlib import Path
 from typing import Any, Self
 
 from pydantic import ValidationError
 
+from paceline.checkpoint.durable import sync_directory, write_file
 from paceline.errors import SettingsError, storing
 from paceline.registry import Settings, explain
 from paceline.sync import Rule
@@ -33,7 +33,7 @@ class RunFile(Settings):
         return self.num_workers * Layout.model_validate(self.run.get("layout", {})).ranks_of_worker + num_servers
 
     def save(self, directory: Path) -> None:
-        """Write the file; an older one is kept beside it under a number.
+        """Write the file, on disk before it takes its place; an older one is kept beside it under a number.
 
         Raises:
             StorageError: The disk is full or read-only; the directory stays as it was.
@@ -42,11 +42,12 @@ class RunFile(Settings):
         new, old = (directory / f".run.json.{os.getpid()}.{end}" for end in ("new", "old"))
         with storing(path):
             try:
-                new.write_text(self.model_dump_json(indent=2) + "\n")
+                write_file(new, self.model_dump_json(indent=2).encode() + b"\n")
                 if path.exists():
-                    shutil.copyfile(path, old)  # a copy: there is a run.json at every instant
+                    write_file(old, path.read_bytes())  # a copy: there is a run.json at every instant
                     old.replace(directory / f"run-{len(self.list_older(directory)) + 1}.json")
                 new.replace(path)
+                sync_directory(directory)
             finally:
                 for part in (new, old):
                     part.unlink(missing_ok=True)
@@ -70,5 +71,5 @@ class RunFile(Settings):
             return cls.model_validate(json.loads(path.read_text()))
         except ValidationError as error:
             raise SettingsError(f"{path} must be a run's file, but: {explain(error)}") from error
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise SettingsError(f"{path} must be JSON, but: {error}") from error

@@ -9,6 +9,7 @@ from pathlib import Path
 from pydantic import Field
 
 from paceline.checkpoint.checkpoint import SavedState
+from paceline.checkpoint.durable import identify
 from paceline.checkpoint.peer_memory import PeerMemory
 from paceline.checkpoint.recall import recall
 from paceline.checkpoint.stripes import make_teams
@@ -68,14 +69,16 @@ class PeerMemorySettings(Settings):
         """Return the folder of the run whose directory rank 0 has: a new run in an old directory has another."""
         name = ""
         if group.rank == 0:
-            path, inode = directory / _NAME, directory.stat().st_ino
-            said = json.loads(path.read_text()) if path.exists() else {}
-            if said.get("directory") == inode:
-                name = said["name"]
-            else:  # a new run, or a copy of another's directory
+            path, mine = directory / _NAME, identify(directory)
+            try:
+                said = json.loads(path.read_text())
+                name = str(said["name"]) if said["directory"] == mine else ""
+            except (OSError, ValueError, LookupError, TypeError, RecursionError):
+                name = ""
+            if not name:  # a new run, a copy of another's directory, or a damaged file
                 name = f"paceline-{os.getuid()}-{secrets.token_hex(8)}"
                 part = directory / f".{_NAME}.part"
                 with storing(path):
-                    part.write_text(json.dumps({"name": name, "directory": inode}))
+                    part.write_text(json.dumps({"name": name, "directory": mine}))
                     part.rename(path)
         return Path(self.folder) / str(group.gather_documents(name, name="folder in memory")[0])

@@ -104,7 +104,7 @@ def read_requests(path: Path) -> KeyValues | None:
     try:
         for message in _read(path):
             key_values.repeat(message)
-    except (OSError, ValueError, ControlError):
+    except (OSError, ValueError, LookupError, TypeError, RecursionError, ControlError):
         return None
     return key_values
 
