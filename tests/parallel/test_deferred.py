@@ -436,7 +436,7 @@ LAYOUTS: dict[int, list[dict[str, Any]]] = {
         {"pipeline": 2},
         {"pipeline": 2, "order": "interleaved"},
     ],
-    4: [{"sharded": 2, "tensor": 2}, {"sharded": 2, "pipeline": 2}, {"tensor": 2, "pipeline": 2}, {"sharded": 4}],
+    4: [{"sharded": 2, "tensor": 2}, {"tensor": 2, "pipeline": 2}],
 }
 
 
