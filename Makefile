@@ -20,7 +20,8 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 train: setup
 	$(BIN)/paceline train transformer_lm --workers 2 --num_steps 400
 
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal -q --durations=10
+# Bytecode of tests is kept, even where the environment says otherwise: pytest takes seconds to make it anew.
+PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal -q --durations=10
 
 test: setup
 	$(PYTEST) -m "not slow"

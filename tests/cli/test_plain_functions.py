@@ -11,7 +11,6 @@ from paceline.monitor.reader import read_log, select
 
 MINE = """
 import torch
-from sklearn.datasets import load_digits
 from torch import nn
 
 import paceline
@@ -25,9 +24,10 @@ def build(width: int, depth: int = 1):
 
 
 def make_datasets(held_out: float = 0.2):
-    digits = load_digits()
-    inputs = torch.tensor(digits.data / 16, dtype=torch.float32)
-    dataset = torch.utils.data.TensorDataset(inputs, torch.tensor(digits.target))
+    generator = torch.Generator().manual_seed(0)
+    targets = torch.randint(10, (1798,), generator=generator)
+    inputs = nn.functional.one_hot(targets, 64) + 0.2 * torch.randn(1798, 64, generator=generator)
+    dataset = torch.utils.data.TensorDataset(inputs, targets)
     return torch.utils.data.random_split(dataset, [1 - held_out, held_out])
 
 

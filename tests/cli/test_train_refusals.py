@@ -221,14 +221,9 @@ TINY = [
 ]
 
 
-def run(*arguments, **options):
-    command = [sys.executable, "-m", "paceline", *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=100, **options)
-
-
 @pytest.mark.timeout(120)
 def test_a_run_from_start_to_resume_to_report(here, run_here):
-    first = run("train", "transformer_lm", "--workers", 2, "--out", "first", *TINY)
+    first = run_here("train", "transformer_lm", "--workers", 2, "--out", "first", *TINY)
     assert first.returncode == 0, first.stdout + first.stderr
     assert "held-out loss" in first.stdout
     for name in ("events.jsonl", "run.json", "report.html", "report.png"):

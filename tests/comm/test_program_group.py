@@ -175,7 +175,7 @@ def test_real_processes_keep_the_contract():
         assert result.value == [check.__name__ for check in GROUP_CHECKS]
 
 
-@pytest.mark.parametrize("num_ranks", [2, 5, 8])
+@pytest.mark.parametrize("num_ranks", [2, 5, pytest.param(8, marks=[pytest.mark.slow, pytest.mark.campaign])])
 def test_more_real_processes_sum_right(num_ranks):
     for result in run_processes(num_ranks, sums_only, {"num_elements": 100_003}):
         assert result.exit_code == 0, result.output
@@ -198,7 +198,9 @@ def sum_until_the_end(script, name):
     return None
 
 
-@pytest.mark.parametrize("name", ["ring", "halving_doubling"])
+@pytest.mark.parametrize(
+    "name", ["ring", pytest.param("halving_doubling", marks=[pytest.mark.slow, pytest.mark.campaign])]
+)
 def test_a_rank_killed_in_the_middle_is_named_by_all_others(name):
     script = [faults.kill(rank=2, step=0).model_dump()]
     results = run_processes(4, sum_until_the_end, {"script": script, "name": name})

@@ -20,6 +20,7 @@ pytestmark = pytest.mark.skipif(
     shared_memory.find_obstacle() is not None, reason=f"no shared memory here: {shared_memory.find_obstacle()}"
 )
 
+CAMPAIGN = [pytest.mark.slow, pytest.mark.campaign]
 LARGE = 100_003
 """Elements that take the way of large operations, the last slice and chunk being shorter than the others."""
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.uint8, torch.complex64)
@@ -42,7 +43,7 @@ def keep_contract(in_pieces):
     return names
 
 
-@pytest.mark.parametrize(("num_ranks", "in_pieces"), [(2, False), (3, True), (5, False)])
+@pytest.mark.parametrize(("num_ranks", "in_pieces"), [pytest.param(2, False, marks=CAMPAIGN), (3, True), (5, False)])
 def test_keeps_the_contract(num_ranks, in_pieces):
     for result in run_processes(num_ranks, keep_contract, {"in_pieces": in_pieces}):
         assert result.exit_code == 0, result.output

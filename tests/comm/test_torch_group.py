@@ -95,7 +95,11 @@ def count_devices(interface):
     return counts
 
 
-@pytest.fixture(scope="module", params=[2, 3], ids=["2 ranks", "3 ranks"])
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(2, marks=[pytest.mark.slow, pytest.mark.campaign]), 3],
+    ids=["2 ranks", "3 ranks"],
+)
 def contract(request):
     return run_processes(request.param, keep_contract)
 

@@ -82,6 +82,14 @@ SMALLER = {
 }
 FEWER_RANKS = {"simulate all-reduce --ranks 2:1024 --cluster switch --cluster.bandwidth 100gbit": ("--ranks", "2:64")}
 """Last words of a command that takes seconds, and of which the same with another number is run as it stands."""
+LARGE = {
+    "simulate all-reduce --ranks 2:1024 --cluster switch --cluster.bandwidth 25gbit": [pytest.mark.slow],
+    "memory transformer_lm --workers 8 --model transformer_lm_1b --layout.sharded 8": [
+        pytest.mark.slow,
+        pytest.mark.campaign,
+    ],
+}
+"""Commands that take many seconds."""
 LONG = "it takes root, and hosts with limited links, or many trainings: tests/benchmarks has it"
 
 
@@ -193,8 +201,10 @@ def test_a_run_trains(words, after_a_run, run_here):
 
 @pytest.mark.parametrize(
     "words",
-    find("memory", "recipes", "verify", "simulate", "report", "trace", "export", "checkpoint", "data"),
-    ids=name,
+    [
+        pytest.param(words, marks=LARGE.get(name(words), []), id=name(words))
+        for words in find("memory", "recipes", "verify", "simulate", "report", "trace", "export", "checkpoint", "data")
+    ],
 )
 def test_a_command_runs_as_it_stands(words, after_a_run, run_here):
     if reason := NOT_RUN.get(name(["paceline", *words])):

@@ -34,6 +34,8 @@ from paceline.elastic.protocol import Coordinator, MembershipSettings
 
 NUM_EXAMPLES = 800
 """Examples that the protocol passes, and in which mutants are noticed: in others the protocol itself might fail."""
+FEW_EXAMPLES = 200
+"""Twice as many as show the mutant that is noticed last."""
 numbers = st.integers(0, 5)
 
 
@@ -190,7 +192,7 @@ class Membership(RuleBasedStateMachine):
                 assert self.world.end == Finished()
 
 
-def check_model(coordinator):
+def check_model(coordinator, num_examples=NUM_EXAMPLES):
     """Run the model with a class of coordinators.
 
     Raises:
@@ -200,7 +202,7 @@ def check_model(coordinator):
     run_state_machine_as_test(
         machine,
         settings=settings(
-            max_examples=NUM_EXAMPLES,
+            max_examples=num_examples,
             stateful_step_count=40,
             deadline=None,
             derandomize=True,
@@ -212,9 +214,10 @@ def check_model(coordinator):
     )
 
 
-@pytest.mark.timeout(240)  # 800 examples, of 10 s on an idle core
-def test_no_view_is_doubled_no_update_lost_and_training_gets_on():
-    check_model(Coordinator)
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("num_examples", [FEW_EXAMPLES, pytest.param(NUM_EXAMPLES, marks=pytest.mark.slow)])
+def test_no_view_is_doubled_no_update_lost_and_training_gets_on(num_examples):
+    check_model(Coordinator, num_examples)
 
 
 MUTANTS = {

@@ -98,10 +98,15 @@ FEW_CASES = [(2, None, 1), (3, (5, 1, 1), 4), (4, (0, 1, 1, 4), 1)]
 """For models that have nothing of their own in backward: the objective and the data are what is new."""
 
 
-@pytest.mark.parametrize(
-    ("name", "num_workers", "shares", "num_micro_batches"),
-    [(name, *case) for name in CHANGES for case in (FEW_CASES if name in ("bert", "rnn") else CASES)],
-)
+def list_cases():
+    """Return all cases of one model, and few of the others; the other cases of the second are a campaign's."""
+    for name in CHANGES:
+        for case in FEW_CASES if name in ("bert", "rnn") else CASES:
+            is_more = name == "resnet" and case not in FEW_CASES
+            yield pytest.param(name, *case, marks=[pytest.mark.slow, pytest.mark.campaign] if is_more else [])
+
+
+@pytest.mark.parametrize(("name", "num_workers", "shares", "num_micro_batches"), [*list_cases()])
 def test_workers_equal_one_process(name, num_workers, shares, num_micro_batches):
     losses, norms, parameters = get_reference(name)
     results = LocalGroup.run(num_workers, lambda group: train(name, group, shares, num_micro_batches))

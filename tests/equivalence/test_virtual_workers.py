@@ -188,7 +188,8 @@ def alone():
 
 @pytest.mark.parametrize("num_workers", [2, 3, *(pytest.param(num, marks=pytest.mark.slow) for num in (4, 5))])
 def test_any_number_of_workers_trains_the_same_bits(num_workers, alone):
-    assert run(num_workers, KINDS) == alone
+    kinds = KINDS[: 4 if num_workers == 2 else 3]  # transformers is imported by each worker anew
+    assert run(num_workers, kinds) == {kind: alone[kind] for kind in kinds}
 
 
 def test_the_number_of_workers_may_change_on_the_way(tmp_path, alone):

@@ -29,7 +29,7 @@ def losses_of(directory: Path) -> list[float]:
 
 @needs_transformers
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("num_workers", [1, 2])
+@pytest.mark.parametrize("num_workers", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_gpt2_as_a_library_learns(monkeypatch, capfd, num_workers):
     if num_workers == 1:
         monkeypatch.setattr(sys, "argv", [])

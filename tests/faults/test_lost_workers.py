@@ -64,8 +64,16 @@ def test_what_lives_is_saved_and_training_goes_on_from_there(tmp_path, run_here)
 
 
 @pytest.mark.timeout(200)
-@pytest.mark.parametrize("rank", [0, 2])
-@pytest.mark.parametrize("name", SYNCS)
+@pytest.mark.parametrize(
+    ("name", "rank"),
+    [
+        *(("easgd", 0), ("ad_psgd", 2)),
+        *(
+            pytest.param(*case, marks=[pytest.mark.slow, pytest.mark.campaign])
+            for case in (("easgd", 2), ("ad_psgd", 0))
+        ),
+    ],
+)
 def test_others_go_on_without_the_one_that_is_lost(tmp_path, name, rank, run_here):
     records = run_and_kill(run_here, tmp_path / "killed", rank, SYNCS[name])
     assert not select(records, Restarted)

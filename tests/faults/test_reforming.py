@@ -4,6 +4,8 @@ import contextlib
 import json
 import os
 import shutil
+import tempfile
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -204,9 +206,19 @@ def weights_of(folder):
     return {name: checkpoint.read(name) for name in checkpoint.list_tensors() if name.startswith(kinds)}
 
 
-def train_with_resume(folder, step, sizes, changes):
-    """Train with as many workers, stop after `step`, and go on with others."""
-    first, second = Path(folder) / "first", Path(folder) / "second"
+def train_with_resume(step, sizes, changes):
+    """Return weights after a training with as many workers that stopped after `step` and went on with others."""
+    return _train_with_resume(step, sizes, json.dumps(changes))
+
+
+@cache
+def _train_with_resume(step, sizes, changes):
+    with tempfile.TemporaryDirectory() as folder:
+        return _train_twice(Path(folder), step, sizes, json.loads(changes))
+
+
+def _train_twice(folder, step, sizes, changes):
+    first, second = folder / "first", folder / "second"
     for directory, size in ((first, sizes[0]), (second, sizes[1])):
         directory.mkdir(exist_ok=True)
 
@@ -237,8 +249,27 @@ def run_script(folder, epochs, changes, phase="", dying="", **options):
     return [result.value for result in results if result.value is not None]
 
 
-@pytest.mark.parametrize("dying", ["w0", "w2"])
-@pytest.mark.parametrize("phase", ["forward", "backward", "reduce", "update", "save", "evaluate"])
+def campaign(*values, **options):
+    """Return one more kind of what others are an example of."""
+    return pytest.param(*values, marks=[pytest.mark.slow, pytest.mark.campaign], **options)
+
+
+# Rank 0, which writes and tells, matters where it alone acts, and once elsewhere.
+@pytest.mark.parametrize(
+    ("phase", "dying"),
+    [
+        *(
+            ("forward", "w2"),
+            ("backward", "w0"),
+            ("reduce", "w2"),
+            ("update", "w2"),
+            ("save", "w0"),
+            ("evaluate", "w0"),
+        ),
+        *(campaign(phase, "w0") for phase in ("forward", "reduce", "update")),
+        *(campaign(phase, "w2") for phase in ("backward", "save", "evaluate")),
+    ],
+)
 def test_survivors_of_a_step_go_on_as_a_resume_would(tmp_path, phase, dying):
     found = run_killed(tmp_path / "killed", phase, dying)
     changed = select(read_log(tmp_path / "killed" / "events.jsonl"), WorkersChanged)
@@ -246,7 +277,7 @@ def test_survivors_of_a_step_go_on_as_a_resume_would(tmp_path, phase, dying):
     step = changed[0].step
     assert step in (LOST_STEP, LOST_STEP + 1), "at most the step in flight is done again"
     assert all(whole for one in found for _, whole in one["reports"])
-    expected = train_with_resume(tmp_path, step, (3, 2), {})
+    expected = train_with_resume(step, (3, 2), {})
     for name, tensor in weights_of(tmp_path / "killed").items():
         assert torch.equal(tensor, expected[name]), name
 
@@ -264,7 +295,7 @@ def test_survivors_of_a_step_go_on_as_a_resume_would(tmp_path, phase, dying):
 def test_other_settings_too(tmp_path, changes):
     run_killed(tmp_path / "killed", "reduce", "w1", **changes)
     (changed,) = select(read_log(tmp_path / "killed" / "events.jsonl"), WorkersChanged)
-    expected = train_with_resume(tmp_path, changed.step, (3, 2), changes)
+    expected = train_with_resume(changed.step, (3, 2), changes)
     for name, tensor in weights_of(tmp_path / "killed").items():
         assert torch.equal(tensor, expected[name]), name
 
@@ -284,7 +315,7 @@ def test_copies_in_the_memory_of_peers_go_on(tmp_path, num_data):
         assert steps == [2, 4]
         assert "no copies in peers' memory" in changed.event.repaired
     assert list(memory.iterdir()) == [], "the end frees it"
-    expected = train_with_resume(tmp_path, changed.step, (3, 2), {})
+    expected = train_with_resume(changed.step, (3, 2), {})
     for name, tensor in weights_of(tmp_path / "killed").items():
         assert torch.equal(tensor, expected[name]), name
 
@@ -292,7 +323,7 @@ def test_copies_in_the_memory_of_peers_go_on(tmp_path, num_data):
 def test_over_the_network_too(tmp_path):
     run_killed(tmp_path / "killed", "backward", "w1", transport="network")
     (changed,) = select(read_log(tmp_path / "killed" / "events.jsonl"), WorkersChanged)
-    expected = train_with_resume(tmp_path, changed.step, (3, 2), {})
+    expected = train_with_resume(changed.step, (3, 2), {})
     for name, tensor in weights_of(tmp_path / "killed").items():
         torch.testing.assert_close(tensor, expected[name], rtol=1e-4, atol=1e-5)  # other sums, and Adam
 
@@ -300,19 +331,19 @@ def test_over_the_network_too(tmp_path):
 @pytest.mark.parametrize(
     "sync",
     [
-        {"name": "local_sgd", "period": 3},
+        campaign({"name": "local_sgd", "period": 3}),
         {"name": "diloco", "period": 3},
         {"name": "local_sgd", "period": 3, "codec": {"name": "one_bit", "dense_below": 0}},
-        {"name": "every_step", "codec": {"name": "one_bit", "dense_below": 0}, "codec_of": "gradient"},
+        campaign({"name": "every_step", "codec": {"name": "one_bit", "dense_below": 0}, "codec_of": "gradient"}),
         {"name": "every_step", "codec": {"name": "power_sgd", "dense_below": 0}, "codec_of": "gradient"},
         {"name": "streaming_diloco", "period": 4, "num_fragments": 2},
-        {"name": "hierarchical_local_sgd", "period": 4, "host_size": 1},
-        {"name": "adaptive_local_sgd", "period": 3},
-        {"name": "scaffold", "period": 3},
+        campaign({"name": "hierarchical_local_sgd", "period": 4, "host_size": 1}),
+        campaign({"name": "adaptive_local_sgd", "period": 3}),
+        campaign({"name": "scaffold", "period": 3}),
         {"name": "easgd", "period": 3},
-        {"name": "dpsgd"},
+        campaign({"name": "dpsgd"}),
         {"name": "choco_sgd"},
-        {"name": "push_sum"},
+        campaign({"name": "push_sum"}),
     ],
     ids=lambda sync: sync["name"] + (" with " + sync["codec"]["name"] if "codec" in sync else ""),
 )
@@ -375,7 +406,7 @@ def test_who_is_behind_is_sent_the_state_of_the_most_advanced(tmp_path):
     (changed,) = select(read_log(tmp_path / "killed" / "events.jsonl"), WorkersChanged)
     assert changed.event.names == ["w2", "w0"]
     assert changed.event.num_sent == 1
-    expected = train_with_resume(tmp_path, LOST_STEP, (3, 2), {"optimizer": 0.9})
+    expected = train_with_resume(LOST_STEP, (3, 2), {"optimizer": 0.9})
     for name, tensor in weights_of(tmp_path / "killed").items():
         assert torch.equal(tensor, expected[name]), name
 
@@ -391,7 +422,7 @@ def test_workers_join_and_leave_at_a_step_as_at_a_resume(tmp_path, sizes, settin
     assert changed.event.num_workers == sizes[1]
     assert changed.event.num_sent == max(0, sizes[1] - sizes[0])
     assert changed.step in (4, 5), "the step after that in which it was asked for"
-    expected = train_with_resume(tmp_path, changed.step, sizes, settings)
+    expected = train_with_resume(changed.step, sizes, settings)
     for name, tensor in weights_of(tmp_path / "changed").items():
         if "sync" not in settings:
             assert torch.equal(tensor, expected[name]), name
@@ -423,7 +454,7 @@ def test_statistics_of_a_dropped_step_do_not_count(tmp_path):
     run_killed(tmp_path / "killed", "second bucket", "w1", **changes)
     (changed,) = select(read_log(tmp_path / "killed" / "events.jsonl"), WorkersChanged)
     assert changed.step == LOST_STEP
-    expected, found = train_with_resume(tmp_path, changed.step, (3, 2), changes), weights_of(tmp_path / "killed")
+    expected, found = train_with_resume(changed.step, (3, 2), changes), weights_of(tmp_path / "killed")
     for name, tensor in found.items():
         if "running" not in name:  # those of the lost worker are lost
             assert torch.equal(tensor, expected[name]), name

@@ -24,6 +24,8 @@ from paceline.sync.parameter_server.shard import Shard
 from paceline.sync.parameter_server.standby import Standbys
 from paceline.sync.parameter_server.worker import ServedWorker
 
+CAMPAIGN = [pytest.mark.slow, pytest.mark.campaign]
+
 
 def is_of_last_step(header):
     return header.start == LOST_STEP - 1
@@ -50,7 +52,11 @@ def withhold_replies(monkeypatch, callers, is_last=is_of_last_step):
     monkeypatch.setattr(Server, "handle", handle)
 
 
-@pytest.mark.parametrize("callers", [(1,), (2,), (2, 3), (1, 2), (1, 2, 3)], ids=str)
+@pytest.mark.parametrize(
+    "callers",
+    [(1,), (2, 3), (1, 2, 3), *(pytest.param(callers, marks=CAMPAIGN) for callers in ((2,), (1, 2)))],
+    ids=str,
+)
 @pytest.mark.parametrize("sync", SERVERS.values(), ids=SERVERS)
 def test_workers_without_the_last_reply_go_on_with_those_that_have_it(tmp_path, monkeypatch, sync, callers):
     withhold_replies(monkeypatch, callers)

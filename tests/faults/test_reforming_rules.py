@@ -38,6 +38,11 @@ GOSSIP = {
 GOSSIP["push_sum"]["graph"]["edges"] = [[0, 1], [1, 2], [2, 3], [3, 0], [0, 2]]
 
 
+def campaign(*values):
+    """Return one more kind of what others are an example of."""
+    return pytest.param(*values, marks=[pytest.mark.slow, pytest.mark.campaign])
+
+
 def consensus_of(workers, when):
     """Return the mean of the models; of push-sum, the sum of numerators divided by that of weights."""
     held = [getattr(worker, when) for worker in workers]
@@ -269,17 +274,17 @@ def test_the_last_worker_needs_no_exchange(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     "sync",
     [
-        {"name": "local_sgd", "period": 3},
+        campaign({"name": "local_sgd", "period": 3}),
         {"name": "diloco", "period": 3},
         {"name": "streaming_diloco", "period": 4},
-        {"name": "adaptive_local_sgd", "period": 3},
+        campaign({"name": "adaptive_local_sgd", "period": 3}),
         {"name": "hierarchical_local_sgd", "period": 3, "host_size": 1},
         {"name": "scaffold", "period": 3},
         {"name": "easgd", "period": 3},
-        {"name": "dpsgd"},
+        campaign({"name": "dpsgd"}),
         {"name": "choco_sgd"},
         {"name": "push_sum"},
-        {"name": "adaptive_mixing", "interval": 3},
+        campaign({"name": "adaptive_mixing", "interval": 3}),
     ],
     ids=lambda sync: sync["name"],
 )

@@ -24,6 +24,7 @@ from paceline.topology.layout import Layout
 from paceline.training.objective import NextToken
 
 NUM_STEPS = 10
+CAMPAIGN = [pytest.mark.slow, pytest.mark.campaign]
 GLOBAL_BATCH = 12
 NUM_TOKENS = 16
 # Sums of float32 in another order differ by some 1e-7 of their terms; AdamW's first steps divide by gradients near 0.
@@ -49,10 +50,10 @@ FOUR = [
     {"data": 2, "pipeline": 2, "order": "1f1b"},
     {"sharded": 2, "zero_stage": 1, "pipeline": 2, "order": "gpipe"},
     {"tensor": 2, "context": 2},
-    {"sharded": 2, "tensor": 2},
-    {"sharded": 2, "zero_stage": 1, "tensor": 2},
     {"sharded": 2, "tensor": 2, "codec": "none"},
     {"sharded": 2, "zero_stage": 3, "pipeline": 2, "order": "1f1b"},
+    {"sharded": 2, "tensor": 2},
+    {"sharded": 2, "zero_stage": 1, "tensor": 2},
     {"sharded": 2, "zero_stage": 2, "pipeline": 2, "order": "interleaved"},
 ]
 EIGHT = [
@@ -149,16 +150,20 @@ def compare(layouts: list[list[dict[str, Any]]]) -> list[list[float]]:
 
 # Several starts, for many ranks share two cores. Steps that accumulate do all that others do.
 CASES = [
-    (2, [TWO[::2], TWO]),
+    (2, [[TWO[0], TWO[-1]], TWO]),
     (4, [[], FOUR[:3]]),
-    (4, [[], FOUR[3:]]),
+    (4, [[], FOUR[3:7]]),
     pytest.param(8, [[], EIGHT], marks=pytest.mark.slow),
+    pytest.param(2, [TWO[2:-1:2], []], marks=CAMPAIGN),
+    pytest.param(4, [[], FOUR[7:]], marks=CAMPAIGN),
 ]
 """Ranks, layouts without and with accumulation."""
 
 
 @pytest.mark.timeout(150)
-@pytest.mark.parametrize(("num_ranks", "layouts"), CASES, ids=["2", "4", "4 mixed", "8"])
+@pytest.mark.parametrize(
+    ("num_ranks", "layouts"), CASES, ids=["2", "4", "4 mixed", "8", "2 in one batch", "4 mixed otherwise"]
+)
 def test_every_layout_trains_as_one_process(num_ranks: int, layouts: list[list[dict[str, Any]]]) -> None:
     results = run_processes(num_ranks, compare, {"layouts": layouts}, timeout_s=120)
 

@@ -7,7 +7,7 @@ from paceline.parallel.pipeline import ORDERS
 from paceline.testing.processes import run_processes
 
 
-@pytest.mark.parametrize("num_ranks", [2, 4])
+@pytest.mark.parametrize("num_ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_every_order_learns_what_one_process_does(num_ranks: int) -> None:
     for result in run_processes(num_ranks, check_orders):
         assert result.value == list(ORDERS), result.output

@@ -243,8 +243,16 @@ def test_beta1_is_bounded_where_steps_are_coded_and_left_alone_else():
     assert torch.equal(alone, train(1, EveryStep(), 4, make_optimizer=make_adamw))
 
 
-@pytest.mark.parametrize("dense_steps", [0, 5])
-@pytest.mark.parametrize("codec", CODECS)
+@pytest.mark.parametrize(
+    ("codec", "dense_steps"),
+    [
+        *(("none", 0), ("one_bit", 5), ("top_k", 0), ("power_sgd", 5)),
+        *(
+            pytest.param(codec, dense_steps, marks=[pytest.mark.slow, pytest.mark.campaign])
+            for codec, dense_steps in (("none", 5), ("one_bit", 0), ("top_k", 5), ("power_sgd", 0))
+        ),
+    ],
+)
 def test_it_keeps_the_contract_of_rules(codec, dense_steps):
     """Also that a run killed before its codec begins, or after, goes on bit for bit."""
     check_rule(EveryStep(codec=CODECS[codec], codec_of="step", dense_steps=dense_steps))

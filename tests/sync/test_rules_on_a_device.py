@@ -66,7 +66,13 @@ def run_on_device(thread, run=threading.Thread.run):
         run(thread)
 
 
-@pytest.mark.parametrize("name", sorted(RULES))
+def mark(name):
+    """Return a rule, of a campaign if it differs from another in its first, synchronous steps alone."""
+    is_more = name.endswith("after synchronous steps") and not name.startswith("local_sgd")
+    return pytest.param(name, marks=[pytest.mark.slow, pytest.mark.campaign] if is_more else [])
+
+
+@pytest.mark.parametrize("name", [mark(name) for name in sorted(RULES)])
 @pytest.mark.parametrize("device", [DEVICE, pytest.param(torch.device("cuda"), marks=[pytest.mark.gpu, needs_cuda])])
 def test_every_rule_trains_as_on_the_cpu(tmp_path, monkeypatch, device, name):
     def train_on(device):

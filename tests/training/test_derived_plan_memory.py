@@ -98,7 +98,7 @@ def measure_own(tensor: int) -> dict[str, object]:
     return min(measure(["own", "again"]).values(), key=lambda found: found["peak"], default={})
 
 
-@pytest.mark.parametrize("tensor", [2, 4])
+@pytest.mark.parametrize("tensor", [2, pytest.param(4, marks=[pytest.mark.slow, pytest.mark.campaign])])
 def test_a_rank_needs_what_was_estimated_by_the_plan_that_is_found(tensor: int) -> None:
     results = run_processes(tensor, measure_own, {"tensor": tensor})
     check_exits(results)

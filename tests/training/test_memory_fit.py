@@ -37,7 +37,12 @@ def test_what_nothing_helps_says_so():
         check_fit(make_run(), TEXT, 1, CPU, 1000)
 
 
-@pytest.mark.parametrize("axes", [{}, {"tensor": 2}, {"sharded": 2, "zero_stage": 3}])
+def campaign(value):
+    """Return one more kind of what another is an example of."""
+    return pytest.param(value, marks=[pytest.mark.slow, pytest.mark.campaign])
+
+
+@pytest.mark.parametrize("axes", [{}, campaign({"tensor": 2}), {"sharded": 2, "zero_stage": 3}])
 def test_moving_averages_are_as_large_as_a_ranks_part_of_the_parameters(axes):
     without = make_run(layout=Layout(**axes), num_micro_batches=4)
     kept = [estimate(run, TEXT, 4, CPU).bytes_of for run in (without, without.model_copy(update={"ema": 0.9}))]
@@ -47,7 +52,7 @@ def test_moving_averages_are_as_large_as_a_ranks_part_of_the_parameters(axes):
     assert averages == pytest.approx(4 * num_parameters / num_holders, rel=0.02)  # norms are whole on every rank
 
 
-@pytest.mark.parametrize("ema", [None, 0.9])
+@pytest.mark.parametrize("ema", [campaign(None), 0.9])
 def test_an_expert_axis_divides_what_experts_hold(ema):
     model = TransformerLM(width=16, num_layers=2, num_heads=2, num_experts=8, capacity_factor=1.0)
     whole, half = (

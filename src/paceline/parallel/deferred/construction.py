@@ -28,8 +28,8 @@ _HELD = (
     "it keeps tensors that are neither parameters, buffers nor attributes of its modules, such as in a closure or a "
     "hook; read them from the module there"
 )
-_num_known = 0
-"""References to torch's generator when last no other code than torch held it."""
+_known = (0, False)
+"""References to torch's generator when it was last looked who holds it, and whether other code than torch did."""
 _NUM_LOOKS = 5
 """Number of times that it is looked, a tenth of a second apart, whether tensors of a refused construction are held."""
 
@@ -153,18 +153,16 @@ def _list_methods_of_dynamo() -> set[int]:
 def _is_held_by_frozen() -> bool:
     """Whether other code than torch, which the collector passes over, holds torch's generator.
 
-    Looked for where there are more references than when none was found, since that takes some ten milliseconds.
+    Looked for where there are other references than last time, since that takes some ten milliseconds.
     """
-    global _num_known
-    if sys.getrefcount(GENERATOR) == _num_known:
-        return False
-    gc.collect(1)  # what is new and held by nobody need not be frozen too
-    gc.unfreeze()
-    is_held = _is_held(gc.get_referrers(GENERATOR))
-    gc.freeze()
-    if not is_held:
-        _num_known = sys.getrefcount(GENERATOR)
-    return is_held
+    global _known
+    if sys.getrefcount(GENERATOR) != _known[0]:
+        gc.collect(1)  # what is new and held by nobody need not be frozen too
+        gc.unfreeze()
+        is_held = _is_held(gc.get_referrers(GENERATOR))
+        gc.freeze()
+        _known = sys.getrefcount(GENERATOR), is_held
+    return _known[1]
 
 
 def _record(recording: Recording, build: Callable[[], nn.Module]) -> tuple[nn.Module, Construction]:
