@@ -330,6 +330,7 @@ def test_the_loop_over_a_layout_runs_as_it_stands(reader):
     assert 5 < float(losses["0"]) < 5.9  # the bytes are random: 5.545 is all that can be learnt
 
 
+@pytest.mark.campaign  # tests of python blocks run it on one, and that of the loop over a layout starts torchrun
 @pytest.mark.slow
 @pytest.mark.timeout(180)
 def test_the_loop_of_your_own_runs_on_four_workers(reader):
