@@ -29,7 +29,7 @@ class ForkedLauncher:
         output.touch()
         self._process = multiprocessing.get_context("forkserver").Process(
             target=be_launcher,
-            args=(str(output), [str(argument) for argument in arguments]),
+            args=(str(output), dict(os.environ), [str(argument) for argument in arguments]),
             daemon=True,  # it must not outlive the tests
         )
         self._process.start()
@@ -64,8 +64,10 @@ class ForkedLauncher:
         return self._output.read_text(errors="replace"), None
 
 
-def be_launcher(output: str, arguments: list[str]) -> None:
+def be_launcher(output: str, environment: dict[str, str], arguments: list[str]) -> None:
     """Run `paceline` in this process."""
+    os.environ.clear()
+    os.environ.update(environment)
     file = os.open(output, os.O_WRONLY | os.O_APPEND)
     for descriptor in (1, 2):
         os.dup2(file, descriptor)
