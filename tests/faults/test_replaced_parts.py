@@ -4,12 +4,11 @@ Who is killed where, and what others have done by then, is a script; see `script
 """
 
 import json
-import os
-import subprocess
-import sys
+import shutil
 from pathlib import Path
 
 import pytest
+from forked_launcher import ForkedLauncher
 from test_killed_runs import SETTINGS, arguments_of_run, finish, losses_of, tensors_of
 
 from paceline.monitor.events import CheckpointSaved, Restarted, RunStarted, StepFinished, WorkersChanged
@@ -43,14 +42,8 @@ def run_scripted(tmp_path, run_here, layout, lines, num_steps, **settings):
     folder.mkdir()
     (folder / "script.json").write_text(json.dumps(lines))
     arguments = arguments_of_run(killed, num_steps, num_workers, SETTINGS | settings)
-    arguments[1] = f"{RECIPE}:run"
-    process = subprocess.Popen(
-        [sys.executable, "-m", "paceline", *arguments],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        env=os.environ | {"SCRIPTED_PHASES": str(folder)},
-    )
+    arguments[1] = f"{shutil.copy(RECIPE, folder)}:run"
+    process = ForkedLauncher(arguments, tmp_path / "killed.txt")
     try:
         code, output = finish(process, 550)
     finally:
