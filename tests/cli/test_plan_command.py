@@ -137,7 +137,7 @@ def test_a_plan_that_is_not_of_the_recipe_or_the_settings_is_refused_before_anyt
 
 @pytest.mark.slow
 @pytest.mark.timeout(170)
-@pytest.mark.parametrize("num_workers", [1, 2])
+@pytest.mark.parametrize("num_workers", [pytest.param(1, marks=pytest.mark.campaign), 2])
 def test_a_plan_is_trained_as_it_was_planned_and_compared_with_its_steps(call, num_workers):
     plan = make_plan(call)
     if plan.num_workers != num_workers:  # planned for the other number

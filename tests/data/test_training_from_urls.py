@@ -1,14 +1,12 @@
 """Runs whose data lies in an object store."""
 
-import subprocess
-import sys
-
 import numpy as np
 import pytest
 import torch
 from file_samples import make_images, write_shards
 from store_fixtures import use_endpoint
 
+from forked_launcher import ForkedLauncher
 from paceline.data import FileSource
 from paceline.data.formats.index import write_index
 from paceline.data.formats.opening import open_place
@@ -39,14 +37,11 @@ def test_a_run_trains_from_a_store_as_from_its_copy_here(server, tmp_path, run_h
         return [str(word) for word in (*run, "--order", "windows", "--augment", '["flip"]', *SMALL)]
 
     near = run_here(*list_arguments("near", tmp_path / "photos"))
-    far = subprocess.run(  # a process of its own: workers take the environment of the one that forks them
-        [sys.executable, "-m", "paceline", *list_arguments("far", "s3://bucket/photos")],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert far.returncode == 0, far.stdout + far.stderr
-    losses = [done.stdout.rpartition("finished: held-out loss")[2].split()[0] for done in (near, far)]
+    # A process of its own: workers take the environment of the one that forks them.
+    far = ForkedLauncher(list_arguments("far", "s3://bucket/photos"), tmp_path / "far.txt")
+    output, _ = far.communicate(timeout=50)
+    assert far.returncode == 0, output
+    losses = [said.rpartition("finished: held-out loss")[2].split()[0] for said in (near.stdout, output)]
     assert losses[0] == losses[1]
     read = [one.event for one in read_log(tmp_path / "far" / "events.jsonl") if isinstance(one.event, StoreRead)]
     assert sum(event.store_bytes for event in read) > 0

@@ -4,14 +4,14 @@ import json
 import re
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 from pages import ROOT, list_blocks, list_commands
 
-from paceline.cli import bench, compare, reproduce
+from paceline.cli import bench, compare, prepare, reproduce
 from paceline.cli.main import app
 from paceline.cli.overrides import apply_overrides, parse_pairs
 from paceline.cli.prepare import make_run
@@ -68,6 +68,15 @@ SAME = {"train mine.py:run --out /shared/runs/first --go_on": "train mine.py:run
 """Commands that are run here as another is, whose directory differs alone."""
 FAST_TRAINING = {"mine.py", "points.py", "sentences.py", "my_rule.py", "my_codec.py", "my_program.py"}
 """Files that train on up to three workers in every run of the tests; all other commands train in the slow ones."""
+MORE_OF_THE_SAME = {
+    "train transformer_lm --model.num_experts 8 --layout.expert 4 --layout.data 2 --model.capacity_factor 1.25": (
+        "tests/parallel/test_expert.py"
+    ),
+    "train bert --layout.data 2 --layout.tensor 2 --layout.pipeline 2": "tests/recipes/test_bert_layouts.py",
+    "train transformer_lm --workers 4 --global_batch 256 --optimizer lamb --optimizer.scaling square_root "
+    "--optimizer.base_batch 8 --schedule.warmup_steps 200": "tests/optim",
+}
+"""Long trainings, of which other tests have what no other command has: they are trained in the campaign alone."""
 TOO_LARGE = {"transformer_lm_1b": "eight ranks of it take 20 GB", "4096": "sequences of 4,096 tokens take minutes"}
 ELSEWHERE = {"shards", "stories.jsonl", "all.txt"}
 """Data of the reader's, on which tests of the commands on data and of packing train."""
@@ -80,6 +89,12 @@ SMALLER = {
     ("bench", "data"): '--cases ["resume","stall","language"] --num_images 64 --num_steps 1 --num_rounds 2 --batch 8',
     ("bench", "collectives"): '--num_pairs 2 --sizes ["4KiB"] --local_workers [2]',
 }
+NARROWER: dict[str, dict[str, int]] = {
+    "transformer_lm": {"--model.width": 32, "--data.sequence_length": 32, "--evaluate_samples": 4},
+    "bert": {"--model.width": 32, "--data.sequence_length": 32, "--evaluate_samples": 4},
+    "resnet": {"--global_batch": 8, "--evaluate_samples": 4},
+}
+"""Settings of recipes whose commands train alike with less, where the command does not give them."""
 FEWER_RANKS = {"simulate all-reduce --ranks 2:1024 --cluster switch --cluster.bandwidth 100gbit": ("--ranks", "2:64")}
 """Last words of a command that takes seconds, and of which the same with another number is run as it stands."""
 LARGE = {
@@ -128,6 +143,7 @@ def test_each_command_is_run_by_some_test_here_or_listed():
             left.append(name(words))
     assert left == []
     assert [command for command in NOT_RUN if tuple(command.split()) not in COMMANDS] == [], "no page has it any more"
+    assert MORE_OF_THE_SAME.keys() <= {name(words) for words in find("train")}, "no page has it any more"
 
 
 def test_a_command_that_is_run_as_another_differs_in_its_directory_alone():
@@ -156,25 +172,51 @@ def test_a_run_is_a_valid_one(words, reader):
     assert run.global_batch >= num_workers
 
 
-def mark_training(words: list[str]) -> object:
-    recipe, options, _ = part_options(words)
-    is_fast = recipe.partition(":")[0] in FAST_TRAINING and int(options.get("--workers", 1)) < 4
-    marks = [] if is_fast else [pytest.mark.slow, pytest.mark.timeout(180)]
-    return pytest.param(words, marks=marks, id=name(words))
+def mark_trainings() -> Iterator[object]:
+    """Yield each command, marked: with nothing that no command before it has, it is one more kind of the same."""
+    seen: set[str] = set()
+    for words in find("train"):
+        recipe, options, _ = part_options(words)
+        own = {recipe.partition(":")[0], *list_choices(words)}
+        is_fast = recipe.partition(":")[0] in FAST_TRAINING and int(options.get("--workers", 1)) < 4
+        marks = [] if is_fast else [pytest.mark.slow, pytest.mark.timeout(180)]
+        if not is_fast and (own <= seen or name(words) in MORE_OF_THE_SAME):
+            marks.append(pytest.mark.campaign)
+        elif not why_not(words):
+            seen |= own
+        yield pytest.param(words, marks=marks, id=name(words))
 
 
-@pytest.mark.parametrize("words", [mark_training(words) for words in find("train")])
-def test_a_run_trains(words, after_a_run, run_here):
-    for word, reason in TOO_LARGE.items():
-        if word in words:
-            pytest.skip(reason)
+def why_not(words: list[str]) -> str:
+    """Return why a command does not train here; empty if it does."""
+    if large := [reason for word, reason in TOO_LARGE.items() if word in words]:
+        return large[0]
     if other := SAME.get(name(words)):
-        pytest.skip(f"it is run as {other} is")
+        return f"it is run as {other} is"
     if ELSEWHERE.intersection(words):
-        pytest.skip("it needs data of the reader's: tests/cli/test_data_command.py, tests/data/test_packing.py")
+        return "it needs data of the reader's: tests/cli/test_data_command.py, tests/data/test_packing.py"
+    return "it needs a plan: tests/cli/test_plan_command.py" if "--plan" in words else ""
+
+
+def list_choices(words: Sequence[str]) -> Iterator[str]:
+    """Yield the options, each with what it chooses if that is a name."""
+    for word, after in zip(words, [*words[1:], ""], strict=True):
+        if word.startswith("--"):
+            yield f"{word} {after}" if re.fullmatch("[a-z][a-z_0-9]*", after) else word
+
+
+@pytest.fixture
+def without_reports(request, monkeypatch):
+    """Let slow trainings end without a report, which takes longer than most of them: quick ones write theirs."""
+    if request.node.get_closest_marker("slow"):
+        monkeypatch.setattr(prepare, "write_report", lambda directory: None)
+
+
+@pytest.mark.parametrize("words", list(mark_trainings()))
+def test_a_run_trains(words, after_a_run, run_here, without_reports):
+    if reason := why_not(words):
+        pytest.skip(reason)
     recipe, options, overrides = part_options(words)
-    if "--plan" in options:
-        pytest.skip("it needs a plan: tests/cli/test_plan_command.py")
     if "model.safetensors" in words:
         assert run_here("export", "runs/first", "--to", "model.safetensors").returncode == 0
     run = make_run(recipe, parse_pairs(overrides))
@@ -191,8 +233,7 @@ def test_a_run_trains(words, after_a_run, run_here):
             shorter[1] = 2 + len(run.growth.steps)
         if recipe in ("transformer_lm", "bert") and "--data.path" not in overrides:
             shorter += ["--data.max_bytes", 50_000]
-        if recipe in ("transformer_lm", "bert"):
-            shorter += ["--evaluate_samples", 4]
+        shorter += [word for pair in NARROWER.get(recipe, {}).items() if pair[0] not in words for word in pair]
     own = [part for pair in options.items() for part in pair]
     done = run_here("train", *begun, *own, *overrides, *shorter)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -299,6 +340,7 @@ def test_the_loop_over_a_layout_runs_as_it_stands(reader):
     assert 5 < float(losses["0"]) < 5.9  # the bytes are random: 5.545 is all that can be learnt
 
 
+@pytest.mark.campaign  # tests of python blocks run it on one, and that of the loop over a layout starts torchrun
 @pytest.mark.slow
 @pytest.mark.timeout(180)
 def test_the_loop_of_your_own_runs_on_four_workers(reader):

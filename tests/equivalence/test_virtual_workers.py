@@ -180,13 +180,16 @@ def run(num_workers, kinds, **options):
 KINDS = ["points", "pictures", "words", "gpt2"]
 
 
+MORE = [pytest.mark.slow, pytest.mark.campaign]
+
+
 @pytest.fixture(scope="module")
 def alone():
     """Hashes after a training on one worker."""
     return run(1, KINDS)
 
 
-@pytest.mark.parametrize("num_workers", [2, 3, *(pytest.param(num, marks=pytest.mark.slow) for num in (4, 5))])
+@pytest.mark.parametrize("num_workers", [2, 3, *(pytest.param(num, marks=MORE) for num in (4, 5))])
 def test_any_number_of_workers_trains_the_same_bits(num_workers, alone):
     kinds = KINDS[: 4 if num_workers == 2 else 3]  # transformers is imported by each worker anew
     assert run(num_workers, kinds) == {kind: alone[kind] for kind in kinds}

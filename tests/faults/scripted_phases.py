@@ -1,6 +1,6 @@
 """The recipe transformer_lm, of whose ranks some are killed, or held, in given phases of given steps.
 
-The script is `script.json` in the folder that SCRIPTED_PHASES names: a list of `[rank, step, phase, held, reached]`.
+The script is `script.json` beside this file, a copy for each run: a list of `[rank, step, phase, held, reached]`.
 The rank is killed in that phase of the step that follows `step` updates, once. `held` and `reached` are `[rank, phase]`
 pairs of the same step, so that what others have then is known: the ones wait in that phase until they know that the
 rank is lost, and the rank waits until the others have reached theirs.
@@ -28,7 +28,7 @@ class Script:
     """What happens to this process."""
 
     def __init__(self):
-        self.folder = Path(os.environ["SCRIPTED_PHASES"])
+        self.folder = Path(__file__).parent
         self.lines = json.loads((self.folder / "script.json").read_text())
         self.replica: Replica | None = None
         self.is_broken = threading.Event()

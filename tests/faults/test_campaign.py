@@ -132,12 +132,13 @@ def test_a_save_that_removes_the_old_checkpoint_first_is_found(load, tmp_path, m
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_some_runs_of_the_campaign_end_as_if_nothing_had_happened(tmp_path):
-    command = [sys.executable, str(TOOLS / "campaign.py"), "--num_runs", "14", "--directory", str(tmp_path)]
+@pytest.mark.parametrize(("num_runs", "num_struck"), [(9, 7), pytest.param(14, 10, marks=pytest.mark.campaign)])
+def test_some_runs_of_the_campaign_end_as_if_nothing_had_happened(tmp_path, num_runs, num_struck):
+    command = [sys.executable, str(TOOLS / "campaign.py"), "--num_runs", str(num_runs), "--directory", str(tmp_path)]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, capture_output=True, text=True, env=environment)
     outcomes = [json.loads(line) for line in (tmp_path / "outcomes.jsonl").read_text().splitlines()]
     assert [one for one in outcomes if one["problems"]] == [], done.stderr
     assert done.returncode == 0, done.stdout + done.stderr
-    assert len(outcomes) == 14
-    assert sum(one["num_struck"] for one in outcomes) >= 10
+    assert len(outcomes) == num_runs
+    assert sum(one["num_struck"] for one in outcomes) >= num_struck

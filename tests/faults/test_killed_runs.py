@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
+from forked_launcher import ForkedLauncher
 
 from paceline.monitor.events import Failed, Preempted, Restarted, RunFinished, StepFinished, WorkersChanged
 from paceline.monitor.reader import read_log, select
@@ -44,8 +45,8 @@ def arguments_of_run(directory, num_steps, num_workers, settings):
 
 
 def start(directory, num_steps, num_workers=3, **settings):
-    command = [sys.executable, "-m", "paceline", *arguments_of_run(directory, num_steps, num_workers, settings)]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    words = arguments_of_run(directory, num_steps, num_workers, settings)
+    return ForkedLauncher(words, directory.with_name(f"{directory.name}.txt"))
 
 
 def finish(process, timeout_s=200):
@@ -113,9 +114,10 @@ def run_straight(run_here, directory, num_steps, **settings):
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_a_run_survives_ten_kills_and_equals_the_uninterrupted_one(tmp_path, run_here):
+@pytest.mark.parametrize("num_kills", [4, pytest.param(10, marks=pytest.mark.campaign)])
+def test_a_run_survives_many_kills_and_equals_the_uninterrupted_one(tmp_path, run_here, num_kills):
     """Half of the kills hit a random worker at a random step, half the writer in a checkpoint's making."""
-    num_kills, num_steps = 10, 100
+    num_steps = 10 * num_kills
     chance = random.Random(0)
     killed = tmp_path / "killed"
     process = start(killed, num_steps, min_workers=3)  # so that all start again

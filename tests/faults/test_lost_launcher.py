@@ -5,12 +5,11 @@ import json
 import os
 import shutil
 import signal
-import subprocess
-import sys
 import time
 
 import pytest
 import test_killed_runs as killed_runs
+from forked_launcher import ForkedLauncher
 from test_killed_runs import (
     find_lines,
     find_workers,
@@ -79,9 +78,7 @@ class Lab:
         return "--workers", NUM_WORKERS, "--out", self.run
 
     def launch(self, *words):
-        with self.output.open("a") as output:  # a pipe would stay open for as long as workers live
-            command = [sys.executable, "-m", "paceline", *map(str, words)]
-            process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, text=True, cwd=self.folder)
+        process = ForkedLauncher(words, self.output)
         self.launchers.append(process)
         return process
 

@@ -4,14 +4,13 @@ Who is killed where, and what others have done by then, is a script; see `script
 """
 
 import json
-import os
-import subprocess
-import sys
+import shutil
 from pathlib import Path
 
 import pytest
 from test_killed_runs import SETTINGS, arguments_of_run, finish, losses_of, tensors_of
 
+from forked_launcher import ForkedLauncher
 from paceline.monitor.events import CheckpointSaved, Restarted, RunStarted, StepFinished, WorkersChanged
 from paceline.monitor.reader import read_log, select
 
@@ -27,6 +26,8 @@ LAYOUTS = {
 }
 """Workers, of one rank or two each, and settings: four ranks or six, in replicas of two."""
 PHASES = ["forward", "backward", "reduce", "reduced", "vote", "voted", "update", "log"]
+OTHER_PHASES = ["backward", "reduce", "voted", "log"]
+"""Those in which no other test here loses a rank."""
 LACKS_PART_1 = [3, 4, "vote", [[1, "reduce"]], [[2, "vote"]]]
 """Rank 3 is lost when rank 1, which alone holds the same part, has no gradients yet, and rank 2 makes the update."""
 LACKS_A_COPY = [3, 7, "reduced", [], [[0, "vote"], [1, "vote"], [2, "reduced"]]]
@@ -43,14 +44,8 @@ def run_scripted(tmp_path, run_here, layout, lines, num_steps, **settings):
     folder.mkdir()
     (folder / "script.json").write_text(json.dumps(lines))
     arguments = arguments_of_run(killed, num_steps, num_workers, SETTINGS | settings)
-    arguments[1] = f"{RECIPE}:run"
-    process = subprocess.Popen(
-        [sys.executable, "-m", "paceline", *arguments],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        env=os.environ | {"SCRIPTED_PHASES": str(folder)},
-    )
+    arguments[1] = f"{shutil.copy(RECIPE, folder)}:run"
+    process = ForkedLauncher(arguments, tmp_path / "killed.txt")
     try:
         code, output = finish(process, 550)
     finally:
@@ -89,14 +84,17 @@ def test_a_lost_part_comes_from_a_replica_after_the_newest_update_of_which_all_p
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
-    "layout",
-    ["three tensor", *(pytest.param(name, marks=pytest.mark.campaign) for name in LAYOUTS if name != "three tensor")],
+    ("layout", "phases"),
+    [
+        pytest.param("three tensor", OTHER_PHASES, id="other phases"),
+        *(pytest.param(name, PHASES, marks=pytest.mark.campaign, id=name) for name in LAYOUTS),
+    ],
 )
-def test_one_rank_after_the_other_is_lost_in_one_phase_after_the_other(tmp_path, run_here, layout):
-    ranks = 2 * (LAYOUTS[layout][0] if "three" in layout else 2)
-    lines = [[(5 * number + 1) % ranks, 3 * number + 3, phase, [], []] for number, phase in enumerate(PHASES)]
-    changes = check_kept(run_scripted(tmp_path, run_here, layout, lines, 30), 30)
-    assert len(changes) == len(PHASES)
+def test_one_rank_after_the_other_is_lost_in_one_phase_after_the_other(tmp_path, run_here, layout, phases):
+    ranks, num_steps = 2 * (LAYOUTS[layout][0] if "three" in layout else 2), 3 * len(phases) + 6
+    lines = [[(5 * number + 1) % ranks, 3 * number + 3, phase, [], []] for number, phase in enumerate(phases)]
+    changes = check_kept(run_scripted(tmp_path, run_here, layout, lines, num_steps), num_steps)
+    assert len(changes) == len(phases)
     assert all("was sent its part" in change.event.repaired for change in changes)
 
 

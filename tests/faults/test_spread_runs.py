@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from forked_launcher import ForkedLauncher
 
 from faults.test_killed_runs import (
     arguments_of_run,
@@ -29,13 +30,15 @@ def start_run(lab, directory, num_workers, *options):
 
 
 def start_command(lab, host, *words):
-    command = [sys.executable, "-m", "paceline", *map(str, words)]
-    folder = Path(words[words.index("--out") + 1]).parent
+    directory = Path(words[words.index("--out") + 1])
+    if lab is None:
+        return ForkedLauncher(words, directory.with_name(f"{directory.name}.txt"))
+    command, folder = [sys.executable, "-m", "paceline", *map(str, words)], directory.parent
 
     def start():
         return subprocess.Popen(command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
-    return lab._network.hosts[host].call(start) if lab is not None else start()
+    return lab._network.hosts[host].call(start)
 
 
 def list_names(directory):

@@ -1,10 +1,8 @@
 """Signals that ask a run to stop while its workers build, and while they go on after a loss."""
 
-import subprocess
-import sys
-
 import pytest
 
+from forked_launcher import ForkedLauncher
 from paceline.checkpoint.store import CheckpointStore
 from paceline.comm.membership import PREEMPTED
 from paceline.monitor.events import Preempted, StepFinished, WorkersChanged
@@ -78,11 +76,11 @@ def test_a_signal_that_comes_while_workers_build_stops_the_run(tmp_path, run_her
 @pytest.mark.slow
 @pytest.mark.timeout(120)
 def test_a_signal_just_after_a_loss_saves_what_ranks_of_a_layout_hold_in_memory(tmp_path):
-    command = [sys.executable, "-m", "paceline", "train", write_recipe(tmp_path, "loss"), "--out", tmp_path / "run"]
+    command = ["train", write_recipe(tmp_path, "loss"), "--out", tmp_path / "run"]
     options = ["--workers", "4", "--layout.data", "2", "--layout.sharded", "2"]
-    with subprocess.Popen([*command, *options], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
-        (tmp_path / "launcher").write_text(str(process.pid))
-        output, _ = process.communicate(timeout=110)
+    process = ForkedLauncher([*command, *options], tmp_path / "output.txt")
+    (tmp_path / "launcher").write_text(str(process.pid))
+    output, _ = process.communicate(timeout=110)
     assert process.returncode == PREEMPTED, output
     (changed,) = select(check_stopped(tmp_path / "run", at_most=6), WorkersChanged)
     assert changed.step in (3, 4), "no step was made again"

@@ -3,14 +3,13 @@
 import os
 import shutil
 import signal
-import subprocess
-import sys
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from forked_launcher import ForkedLauncher
 from paceline.cli.prepare import make_run
 from paceline.comm import LocalGroup
 from paceline.monitor.events import Evaluated, RunFinished, RunStarted, Showcased, StepFinished, WorkersChanged
@@ -81,14 +80,14 @@ def test_a_killed_worker_of_bert_is_replaced(tmp_path: Path, wait_for_step: Any)
     overrides = [word for name, value in settings.items() for word in (f"--{name}", value)]
     directory = tmp_path / "run"
     log = directory / "events.jsonl"
-    command = [sys.executable, "-m", "paceline", "train", "bert", "--workers", "2", "--out", str(directory), *overrides]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
-        try:
-            wait_for_step(directory, 10, process)
-            os.kill(find_worker(directory), signal.SIGKILL)
-            output, _ = process.communicate(timeout=60)
-        finally:
-            process.terminate()
+    command = ["train", "bert", "--workers", "2", "--out", str(directory), *overrides]
+    process = ForkedLauncher(command, tmp_path / "output.txt")
+    try:
+        wait_for_step(directory, 10, process)
+        os.kill(find_worker(directory), signal.SIGKILL)
+        output, _ = process.communicate(timeout=60)
+    finally:
+        process.terminate()
     assert process.returncode == 0, output
     records = read_log(log)
     assert len(select(records, RunStarted)) == 1, "training goes on without a restart"

@@ -114,9 +114,14 @@ def test_a_killed_loop_goes_on_bit_for_bit(name, tmp_path):
 ASYNCHRONOUS = {name: rule for name, rule in every_rule().items() if rule.is_asynchronous}
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.slow] if number else []) for number, name in enumerate(ASYNCHRONOUS)]
-)
+MARKS = {
+    "asgd": pytest.mark.slow,
+    "easgd asynchronous": pytest.mark.slow,
+    "ssp": [pytest.mark.slow, pytest.mark.campaign],
+}
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=MARKS.get(name, ())) for name in ASYNCHRONOUS])
 def test_workers_at_their_own_pace_come_together_to_save(name, tmp_path):
     """One of them goes on bit for bit; several use each sample once, and what they learnt is kept."""
     sync = ASYNCHRONOUS[name]
