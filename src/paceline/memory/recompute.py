@@ -6,7 +6,8 @@ which makes a step about a third longer if all blocks are recomputed. A block th
 operations between them. Losses and gradients do not change: the second run draws the same random numbers, also from
 Python's and NumPy's generators, finds the buffers (BatchNorm's statistics, spectral norm's vectors, averages of one's
 own) as the first did, and leaves all of them as they are. For that a block's buffers are copied in each forward; copies
-of those that changed wait for backward (on a GPU all copies: to compare them, the host would wait). Nothing on the wire changes, nor does any parameter's name.
+of those that changed wait for backward (on a GPU all copies: to compare them, the host would wait). Nothing on the wire
+changes, nor does any parameter's name.
 """
 
 import random
