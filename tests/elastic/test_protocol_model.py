@@ -35,7 +35,7 @@ from paceline.elastic.protocol import Coordinator, MembershipSettings
 NUM_EXAMPLES = 800
 """Examples that the protocol passes, and in which mutants are noticed: in others the protocol itself might fail."""
 FEW_EXAMPLES = 200
-"""Twice as many as show the mutant that is noticed last."""
+"""Enough for most mutants; those are looked for with all examples."""
 numbers = st.integers(0, 5)
 
 
