@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 from problems import make_machines, make_problem, posterior
 
+from paceline.cli.overrides import apply_overrides
 from paceline.errors import SettingsError
 from paceline.planner.candidate import Candidate, Division
 from paceline.planner.inexact import load_ways
@@ -95,11 +96,13 @@ def test_a_run_that_is_measured_keeps_and_tells_nothing():
     from paceline.cli.plan_measure import count_steps, list_options
     from paceline.cli.prepare import make_run
 
-    run = make_run("transformer_lm", [("stop_after", "3"), ("keep_best", "loss")])
+    run = make_run("transformer_lm", [("stop_after", "3"), ("checkpoint_url", "/no/where")])
     options = list_options(run, [("stop_after", "3"), ("model.width", "16")])
     pairs = dict(zip(options[::2], options[1::2], strict=True))
+    changed = apply_overrides(run, [(name.removeprefix("--"), value) for name, value in pairs.items()])
+    assert (changed.checkpoint_url, changed.stop_after, changed.evaluate_interval) == (None, None, 0)
     assert pairs["--model.width"] == "16"
-    assert (pairs["--stop_after"], pairs["--evaluate_interval"], pairs["--checkpoint_interval"]) == ("null", "0", "0")
+    assert (pairs["--stop_after"], pairs["--evaluate_interval"], pairs["--checkpoint_interval"]) == ("none", "0", "0")
     fast, slow = (SimpleNamespace(candidate=PLAIN, answer={"step_s": one}) for one in (0.01, 9.0))
     assert (count_steps(fast), count_steps(slow)) == (403, 9)
     rare = SimpleNamespace(candidate=replace(PLAIN, way=WAYS["diloco, period 16"]), answer={"step_s": 9.0})

@@ -65,7 +65,11 @@ def make_measure(recipe: str, overrides: Sequence[tuple[str, str]], run: "Run") 
 def list_options(run: "Run", overrides: Sequence[tuple[str, str]]) -> list[str]:
     """Return the options of a run that is only measured: those of the command line, and what it must not do."""
     given = {name: value for name, value in overrides if name not in _NOT_FOR_TRIALS}
-    kept = {name: to_text(value) for name, value in _NOT_FOR_TRIALS.items() if getattr(run, name) != value}
+    kept = {
+        name: "none" if value is None else to_text(value)
+        for name, value in _NOT_FOR_TRIALS.items()
+        if getattr(run, name) != value
+    }
     return [word for name, value in (given | kept).items() for word in (f"--{name}", value)]
 
 
