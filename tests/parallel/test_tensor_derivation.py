@@ -133,19 +133,19 @@ class Trained(Clipped):
         return self.second(x.softmax(-1) if self.training else x.relu())
 
 
-class Measured(nn.Module):
+class WithMeasure(nn.Module):
     """A block that returns a number of what is between its maps too."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.block = Measuring()
+        self.block = MeasuringBlock()
 
     def forward(self, x: Tensor) -> Tensor:
         x, size = self.block(x)
         return x + size
 
 
-class Measuring(Clipped):
+class MeasuringBlock(Clipped):
     def forward(self, x: Tensor) -> tuple[Tensor, ...]:  # type: ignore[override]
         x = torch.tanh(self.first(x))
         return self.second(x), x.square().mean()
@@ -154,7 +154,7 @@ class Measuring(Clipped):
 FOUND = {
     "one_sided": (OneSided, {"first": "gathered_columns", "second": "sliced_rows"}),
     "trained": (Trained, {"first": "gathered_columns", "second": "sliced_rows"}),
-    "measured": (Measured, {"block.first": "gathered_columns", "block.second": "sliced_rows"}),
+    "measured": (WithMeasure, {"block.first": "gathered_columns", "block.second": "sliced_rows"}),
     "clipped": (Clipped, {"first": "gathered_columns", "second": "sliced_rows"}),
     "late": (Late, {"first": "gathered_columns", "second": "sliced_rows"}),
     "late_in_buffer": (lambda: Late(in_buffer=True), {"first": "gathered_columns", "second": "sliced_rows"}),
