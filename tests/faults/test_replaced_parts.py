@@ -27,7 +27,7 @@ LAYOUTS = {
 """Workers, of one rank or two each, and settings: four ranks or six, in replicas of two."""
 PHASES = ["forward", "backward", "reduce", "reduced", "vote", "voted", "update", "log"]
 OTHER_PHASES = ["backward", "reduce", "voted", "log"]
-"""Those in which no other test here loses a rank."""
+"""Phases in which no other test here loses a rank."""
 LACKS_PART_1 = [3, 4, "vote", [[1, "reduce"]], [[2, "vote"]]]
 """Rank 3 is lost when rank 1, which alone holds the same part, has no gradients yet, and rank 2 makes the update."""
 LACKS_A_COPY = [3, 7, "reduced", [], [[0, "vote"], [1, "vote"], [2, "reduced"]]]
