@@ -10,8 +10,8 @@ import time
 from pathlib import Path
 
 import pytest
-from forked_launcher import ForkedLauncher
 
+from forked_launcher import ForkedLauncher
 from paceline.monitor.events import Failed, Preempted, Restarted, RunFinished, StepFinished, WorkersChanged
 from paceline.monitor.reader import read_log, select
 

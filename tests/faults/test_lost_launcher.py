@@ -9,7 +9,6 @@ import time
 
 import pytest
 import test_killed_runs as killed_runs
-from forked_launcher import ForkedLauncher
 from test_killed_runs import (
     find_lines,
     find_workers,
@@ -20,6 +19,7 @@ from test_killed_runs import (
     tensors_of,
 )
 
+from forked_launcher import ForkedLauncher
 from paceline.monitor.events import Failed, Preempted, Restarted, RunFinished, StepFinished, Warned, WorkersChanged
 from paceline.monitor.reader import read_log, select
 

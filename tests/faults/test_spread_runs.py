@@ -8,7 +8,6 @@ import sys
 from pathlib import Path
 
 import pytest
-from forked_launcher import ForkedLauncher
 
 from faults.test_killed_runs import (
     arguments_of_run,
@@ -18,6 +17,7 @@ from faults.test_killed_runs import (
     newest_step,
     wait_until,
 )
+from forked_launcher import ForkedLauncher
 from paceline.monitor.events import Failed, Preempted, Restarted, StepFinished, WorkersChanged
 from paceline.monitor.reader import read_log, select
 from paceline.testing import Netlab, netlab_missing
