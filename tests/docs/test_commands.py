@@ -41,6 +41,8 @@ NOT_RUN = {
         (
             "paceline plan mine.py:run --cluster dgx_h100 --num_ranks 64",
             "paceline plan mine.py:run --cluster mine.json",
+            "paceline plan mine.py:run --cluster mine.json --num_ranks 4 --allow inexact",
+            "paceline plan mine.py:run --measure 3",
             "paceline plan mine.py:run --profile profile.json",
             "paceline plan mine.py:run --cluster dgx_h100 --cluster dgx_a100 --num_ranks 16 --price dgx_h100=98.3 "
             "--price dgx_a100=40.9",

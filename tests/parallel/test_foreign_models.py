@@ -287,7 +287,8 @@ def test_plans_that_compute_something_else_are_refused_by_name() -> None:
     assert "must run on the sample" in said["inputs"]
     assert "but model.layers.0.self_attn" in said["keys"]
     assert "num_key_value_heads(1) must be a multiple of tensor(2) to share heads out" in said["keys"]
-    assert "but last (Linear) returns values that differ by" in said["training"]
+    assert "whose maps first, last" in said["training"]
+    assert "'gathered_columns' and 'sliced_rows' instead of columns and rows" in said["training"]
     assert said["noise"] == "exact"  # it can be compared in evaluation only
     assert said["restored"] == "True"
     assert "layers.0.attention.project (Linear) returns values that differ by" in said["zeros"]

@@ -20,7 +20,7 @@ from paceline.parallel.context import full_sequences
 from paceline.parallel.local import local
 from paceline.parallel.mesh import Mesh
 from paceline.parallel.mixture_of_experts import Experts, MixtureOfExperts, list_mixtures
-from paceline.parallel.own_forward import running_forward
+from paceline.parallel.own_forward import note_split, running_forward
 from paceline.parallel.parameter_hooks import ADVICE as HOOKS_ADVICE
 from paceline.parallel.parameter_hooks import keep_hooks, list_hooks
 from paceline.parallel.start import broadcast_sample
@@ -158,6 +158,7 @@ def _divide(module: nn.Module, found: Mapping[str, nn.Module], mesh: Mesh) -> li
     activations = Activations(mesh.device_mesh["expert"], cuts_tokens=False)
     before = dict(module.named_parameters())
     distribute(module, placements, activations.device_mesh)
+    note_split(module)
     keep_hooks([(before[name], parameter) for name, parameter in module.named_parameters()])
     for name, part in list(module.named_modules()):
         attributes = {"num_experts": counts[name] // mesh.size("expert")} if name in found else {}

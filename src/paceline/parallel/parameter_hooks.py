@@ -61,7 +61,8 @@ def warn_of_hooks(module: nn.Module, layout: Layout) -> None:
     """Warn of hooks on gradients of parameters that see those of a rank's own samples, which others are added to.
 
     Whether one is linear, so that this makes no difference, could be found by running it only, and it may count or
-    record what it sees. Where `check_hooks` has tried all of them there is nothing to say.
+    record what it sees. Where `check_hooks` has tried all of them there is nothing to say. Hooks of Paceline's own,
+    which a replica that was not closed has left, are none of these.
     """
     if layout.shards_parameters or max(layout.pipeline, layout.tensor, layout.expert) > 1:
         return
@@ -69,7 +70,13 @@ def warn_of_hooks(module: nn.Module, layout: Layout) -> None:
         name
         for name, parameter in module.named_parameters()
         if parameter.requires_grad
-        and (list_hooks(parameter) or getattr(parameter, "_post_accumulate_grad_hooks", None))
+        and any(
+            not getattr(hook, "__module__", "").startswith("paceline.")
+            for hook in (
+                *list_hooks(parameter),
+                *(getattr(parameter, "_post_accumulate_grad_hooks", None) or {}).values(),
+            )
+        )
     ]
     if hooked:
         names = hooked[0] if len(hooked) == 1 else f"{hooked[0]} (and {len(hooked) - 1} more parameters)"

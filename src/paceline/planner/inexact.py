@@ -30,7 +30,7 @@ _BOOTSTRAP = 2 * 1.96
 
 
 @dataclass(frozen=True)
-class MeasuredLoss:
+class LossRatio:
     """Held-out loss with a way, to that of every_step without a codec after the same steps, by a bench of ours.
 
     Args:
@@ -77,7 +77,7 @@ class Way:
     name: str
     optimizers: tuple[str, ...]
     settings: tuple[tuple[str, Any], ...]
-    measured: tuple[MeasuredLoss, ...]
+    measured: tuple[LossRatio, ...]
 
     @cached_property
     def rule(self) -> Rule:
@@ -173,7 +173,7 @@ def load_ways() -> tuple[Way, ...]:
             one["name"],
             tuple(one["optimizers"]),
             tuple(one["overrides"].items()),
-            tuple(MeasuredLoss(**measured) for measured in one["measured"]),
+            tuple(LossRatio(**measured) for measured in one["measured"]),
         )
         for one in document["ways"]
     )

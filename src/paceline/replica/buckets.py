@@ -76,8 +76,8 @@ class Slot:
     gradient: Tensor
     """The view as the parameter's ``.grad``: the same, except for a parameter that ranks share."""
     bucket: "Bucket"
-    sent: Tensor
-    """The parameter's ``.grad`` while the bucket is under way, which refuses every use."""
+    sent: Tensor | None
+    """The parameter's ``.grad`` while the bucket is under way, which refuses every use; None for other subclasses."""
     used: bool = False
     """Whether the parameter has had a gradient since the last update."""
     fired: bool = False
@@ -130,7 +130,7 @@ class Bucket:
     def hide_gradients(self) -> None:
         """Put in the place of gradients that are on their way what no code can read or change by mistake."""
         for slot in self.slots:
-            if slot.parameter.grad is slot.gradient:
+            if slot.sent is not None and slot.parameter.grad is slot.gradient:
                 slot.parameter.grad = slot.sent
 
     def clear_unused(self) -> None:
@@ -182,14 +182,15 @@ def make_buckets(
         bucket = Bucket(index, FlatBucket(f"bucket {index}", buffer, views))
         for name, view in views.items():
             gradient = wrap(parameters[name], view)
-            sent = view.as_subclass(SentGradient) if not isinstance(gradient, DTensor) else _hide(gradient)
-            bucket.slots.append(Slot(name, parameters[name], view, gradient, bucket, sent))
+            bucket.slots.append(Slot(name, parameters[name], view, gradient, bucket, _hide(view, gradient)))
         buckets.append(bucket)
     return buckets
 
 
-def _hide(gradient: DTensor) -> Tensor:
-    return SentPart(gradient._local_tensor, gradient._spec, requires_grad=False)  # type: ignore[no-untyped-call]
+def _hide(view: Tensor, gradient: Tensor) -> Tensor | None:
+    if isinstance(gradient, DTensor):
+        return SentPart(gradient._local_tensor, gradient._spec, requires_grad=False)  # type: ignore[no-untyped-call]
+    return view.as_subclass(SentGradient) if type(gradient) is Tensor else None
 
 
 def _allocate(

@@ -124,7 +124,8 @@ class OptimizerStep:
         before(is_overflown and not is_optimizer_run)
         if has_gradients:
             if is_optimizer_run and not is_overflown:
-                quick = nullcontext() if self.has_foreign_hooks(optimizer) else optimizing()
+                is_plain = self._shard.is_whole or self.has_foreign_hooks(optimizer)
+                quick = nullcontext() if is_plain else optimizing()
                 with self.stepping(), quick:
                     optimizer.step()
             if self._scale is not None:
