@@ -372,6 +372,12 @@ REFUSED: dict[str, tuple[Callable[[nn.Module], object], str]] = {
     "resized result": (lambda m: torch.mm(m[0].weight.data, m[0].weight.data, out=torch.empty(0)), "resizes a tensor"),
     "places as a result": (lambda m: torch.nonzero(m[0].weight, out=torch.empty(0, dtype=torch.long)), "resizes"),
     "new storage": (lambda m: m[0].weight.untyped_storage().new(), "memory past"),
+    "singular values": (
+        lambda m: m[0].weight.data.div_(torch.linalg.svdvals(m[0].weight.data)[0]),
+        "other last digits",
+    ),
+    "spectral norm": (lambda m: m[0].weight.data.norm("nuc"), "norm, of which torch computes other last digits"),
+    "eigenvalues": (lambda m: torch.linalg.eigvalsh(m[0].weight.data), "linalg_eigvalsh"),
     "without memory": (lambda m: give(m, "none", torch.empty(3, device="meta")), "no memory"),
 }
 """Questions and deeds that a deferred construction refuses, even where the code catches the error."""

@@ -30,6 +30,18 @@ _ALWAYS_WORKS = frozenset(
 )
 """Operators of linear algebra that raise for no values of valid shapes."""
 _ASKS = frozenset({"_linalg_check_errors", "_assert_async", "equal"})
+_WITHOUT_VECTORS = frozenset(
+    f"{start}{name}"
+    for start in ("", "linalg_")
+    for name in ("norm", "matrix_norm", "nuclear_norm", "svdvals", "eigvalsh", "cond", "matrix_rank")
+)
+"""Functions that torch computes by another algorithm, without singular or eigenvectors, unless a mode looks on."""
+
+
+def computes_otherwise(func: Any, function: str) -> bool:
+    """Whether an operator has other last digits in a recording, given the function that calls it."""
+    name = _name(func)
+    return name == "linalg_lstsq" or (name in ("_linalg_svd", "_linalg_eigh") and function in _WITHOUT_VECTORS)
 
 
 def list_written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[Tensor]:

@@ -21,6 +21,7 @@ from paceline.parallel.deferred.operators import (
     asks_for_values,
     checks_indices,
     checks_values,
+    computes_otherwise,
     has_size_by_values,
     is_integer,
     is_known,
@@ -129,6 +130,8 @@ class Recording(TorchDispatchMode):
         self._writers: dict[int, list[int]] = {}
         self._constant_bytes = 0
         self._stream, self._prover = RandomStream(), Prover()
+        self._function = ""
+        """Name of torch's function that runs, as the code that builds the model called it."""
         self.refusal: UndeferrableError | None = None
         """Reason for which the construction cannot be recorded, if any; code of the model may have caught the error."""
         self.is_over = False
@@ -155,11 +158,16 @@ class Recording(TorchDispatchMode):
     @contextmanager
     def watch(self, what: Any) -> Iterator[None]:
         """Note what is raised inside: with values it might not be, and the code that builds the model may catch it."""
+        before = self._function
+        if isinstance(what, str):
+            self._function = what
         try:
             yield
         except Exception as error:
             self.refusal = self.refusal or explain(error, what)
             raise
+        finally:
+            self._function = before
 
     def _dispatch(self, func: Any, args: Any, kwargs: dict[str, Any], *, has_device: bool) -> Any:
         """Record an operation that makes or concerns tensors without memory."""
@@ -167,6 +175,10 @@ class Recording(TorchDispatchMode):
             raise UndeferrableError(f"it replaces the memory of a tensor ({func})")
         if any(isinstance(leaf, Tensor) for leaf in tree_flatten((args, kwargs))[0]) and not is_known(func):
             raise UndeferrableError(f"it calls the operator {func}, which is not torch's own and may write anywhere")
+        if computes_otherwise(func, self._function):
+            raise UndeferrableError(
+                f"it calls {self._function or func}, of which torch computes other last digits where it is recorded"
+            )
         if is_lazy_view(func, tree_flatten((args, kwargs))[0]):
             raise UndeferrableError(f"it conjugates or negates a tensor without memory of its own ({func})")
         if is_view(func):
