@@ -183,7 +183,8 @@ class BudgetGuard:
         limit, unit = self._budget.limits[name], self._units[name]
         if left[name] < 1:
             return BudgetVerdict(reached=name, spent=spent.of(name), limit=limit, unit=unit)
-        self.next_step = step + max(1, min(int(left[name] / 2), round(_CHECK_S / step_s)))
+        # Meters may lag behind, so that one reading is no ground to pass over many steps.
+        self.next_step = step + max(1, min(int(left[name] / 2), round(_CHECK_S / step_s), 2 * num_new))
         return BudgetVerdict(warnings=tuple(self._list_warnings(step, num_steps, spent)))
 
     def _list_warnings(self, step: int, num_steps: int, spent: Spent) -> list[str]:
