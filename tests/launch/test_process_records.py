@@ -4,6 +4,8 @@ import errno
 import os
 import shutil
 import signal
+import subprocess
+import threading
 from collections import namedtuple
 from dataclasses import replace
 from pathlib import Path
@@ -11,10 +13,12 @@ from pathlib import Path
 import pytest
 
 from paceline.comm.control import ControlAccess
+from paceline.comm.stacks import started_at
 from paceline.errors import StorageError
 from paceline.launch import launcher_watch, processes
 from paceline.launch.launcher_watch import LauncherWatch
 from paceline.launch.left_run import LeftProcess
+from paceline.launch.place import LAUNCHER_FILE
 from paceline.launch.process_record import ProcessRecord
 from paceline.launch.processes import describe_exit
 
@@ -132,3 +136,19 @@ def test_an_access_that_cannot_be_written_leaves_no_file(tmp_path, monkeypatch):
     with pytest.raises(StorageError):
         ControlAccess("127.0.0.1", 1, bytes(32)).save(tmp_path / "control.json")
     assert os.listdir(tmp_path) == []
+
+
+def test_without_patience_a_worker_goes_on_as_long_as_its_launcher_is_there(tmp_path, monkeypatch):
+    asked = threading.Event()
+    monkeypatch.setattr(launcher_watch, "_LOOK_S", 0.01)
+    monkeypatch.setattr(LauncherWatch, "_keep_asking", lambda _: asked.set())
+    with subprocess.Popen(["sleep", "60"]) as launcher:
+        record = replace(ProcessRecord.of_this_process(1), pid=launcher.pid, started=started_at(launcher.pid))
+        record.save(tmp_path / LAUNCHER_FILE)
+        watch = LauncherWatch(tmp_path, "w0", 1, timeout_s=0.0, signal_number=signal.SIGTERM)
+        assert watch.begin()
+        try:
+            assert not asked.wait(0.3)
+        finally:
+            launcher.kill()
+    assert asked.wait(30)

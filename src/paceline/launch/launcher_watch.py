@@ -65,12 +65,14 @@ class LauncherWatch:
             parent.join()
             self._keep_asking()
         first, seen_s = launcher, time.monotonic()
-        while time.monotonic() - seen_s <= self._timeout_s:
+        while True:
             launcher = ProcessRecord.load(self._launcher_path) or launcher
             if launcher not in (None, first) and ProcessRecord.load(self._path) is None:
                 self._end_unknown()
             if launcher is not None and launcher.is_alive:
                 seen_s = time.monotonic()
+            elif time.monotonic() - seen_s >= self._timeout_s:
+                break
             time.sleep(_LOOK_S)
         self._keep_asking()
 
