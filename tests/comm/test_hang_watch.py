@@ -13,6 +13,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
 import paceline
 from paceline.comm.hang_watch import SILENT_S, STILL_DATA_S, STILL_S, HangWatch
@@ -138,6 +139,29 @@ def test_a_process_that_hangs_is_named_with_its_phase_and_line_long_before_time_
     assert re.search(r"in phase backward of step \d+", first)
     if how != "stopped":
         assert re.search(r"it is at \S*test_hang_watch.py:\d+ in <lambda>", first), first
+
+
+def hang_at_once():
+    """Train some steps before the first heartbeat, and then sleep on rank 1."""
+    with paceline.join(timeout_s=50, hang_timeout_s=3) as group:
+        model = nn.Linear(3, 1)
+        replica = paceline.Replica(model, torch.optim.SGD(model.parameters(), lr=0.1), group=group)
+        for step in range(5):
+            if (step, group.rank) == (4, 1):
+                HANG["asleep"]()
+            try:
+                replica.backward(model(torch.ones(2, 3)).square().mean(), weight=2)
+                replica.update()
+            except CommunicationError as error:
+                group.close(error)
+                return str(error)
+    return ""
+
+
+def test_a_rank_that_hangs_before_it_has_posted_a_step_is_named():
+    """Steps may be shorter than the time between two heartbeats."""
+    results = run_processes(2, hang_at_once, wait_for=[0], timeout_s=40)
+    assert re.search(r"rank 1 \(host \S+, pid \d+\) lives, but has made no progress for", results[0].value)
 
 
 def wait_for_messages():

@@ -214,7 +214,8 @@ class HeartbeatBoard:
         mine.longest_silence_s = max(mine.longest_silence_s, now_s - self._posted_s)
         mine.step, mine.phase, mine.still_s = position.step, position.phase, now_s - position.since_s
         mine.waits, self._posted_s = bool(PROGRESS.waits), now_s
-        self._first_step = position.step if self._first_step < 0 else self._first_step
+        if self._first_step < 0:  # there may have been many steps since the last post
+            self._first_step = position.step if PROGRESS.first_step < 0 else PROGRESS.first_step
         mine.num_steps = max(0, position.step - self._first_step)
         limit_s = HangWatch(PROGRESS.hang_timeout_s).find_limit(mine)
         if limit_s is not None and not mine.line and not mine.waits and mine.still_s > limit_s / 2:

@@ -41,6 +41,7 @@ class Progress:
             begins.
         enter: Function to call when a phase begins, with the monotonic time and its name. Neither takes a Python
             frame, nor more than a microsecond.
+        first_step: Number of updates that were done when this process began to train; -1 before.
         waits: Operations that this process waits in: the number of each, by the identity of what waits.
     """
 
@@ -61,6 +62,7 @@ class Progress:
         if self._descriptor >= 0:
             os.close(self._descriptor)
         self.waits, self._connecting = {}, {}
+        self.first_step = -1
         memory = self._map()
         self.stamp = partial(_STAMP.pack_into, memory, 0)
         self.enter = partial(_PHASE.pack_into, memory, _STAMP.size - _PHASE.size)

@@ -173,6 +173,7 @@ class GradientReduction:
 
     def _use_rule(self, step: int) -> None:
         PROGRESS.stamp(step, time.monotonic(), BETWEEN)
+        PROGRESS.first_step = step if PROGRESS.first_step < 0 else PROGRESS.first_step
         if step in self._unchanged:
             return
         end = self._rule.next_change(step)
