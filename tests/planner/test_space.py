@@ -1,6 +1,7 @@
 """Candidates: training refuses none of them, and the planner sees them as the contract does."""
 
 import random
+from dataclasses import replace
 
 import pytest
 from problems import make_machines, make_problem, price
@@ -52,6 +53,14 @@ def test_training_refuses_no_candidate(run, problem):
     }  # fmt: skip
     for candidate in random.Random(0).sample(list(chosen.values()), 150):
         assert ask_training(run, splits, candidate) == ""
+
+
+def test_a_model_without_blocks_is_not_recomputed(problem):
+    assert {one.recompute for one in make_space(problem).candidates} == {"none", "selective", "full"}
+    plain = replace(problem, has_blocks=False)
+    assert {one.recompute for one in make_space(plain).candidates} == {"none"}
+    said = Legality(plain).find_refusal(Candidate(0, Division(), 1, "full", "fp32"))
+    assert said == "memory.recompute must be none for a model without blocks, but got full"
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from paceline.cli.overrides import apply_overrides
 from paceline.errors import SettingsError
+from paceline.launch.signals import cleaning_up_when_asked
 from paceline.monitor.events import StepFinished
 from paceline.monitor.reader import read_log
 from paceline.planner.measured import SKIPPED, Measure
@@ -88,7 +89,7 @@ def train(command: list[str], folder: Path, num_steps: int) -> list[float]:
         SettingsError: The training failed.
     """
     log, began_s = folder / "run" / "events.jsonl", time.monotonic()
-    with (folder / "output").open("w") as output:
+    with (folder / "output").open("w") as output, cleaning_up_when_asked():
         process = subprocess.Popen(command, stdout=output, stderr=output, start_new_session=True)
         try:
             while process.poll() is None and time.monotonic() - began_s < _LIMIT_S:

@@ -5,12 +5,14 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 
 from paceline.cli.overrides import apply_overrides
 from paceline.cli.plan_measure import make_measure
 from paceline.cli.prepare import absolute_recipe, make_run
 from paceline.compression import NoCodec
 from paceline.errors import PacelineError, SettingsError
+from paceline.memory import find_recomputable
 from paceline.planner.candidate import Candidate, Division, Machines
 from paceline.planner.inexact import Inexact
 from paceline.planner.measured import measure_best
@@ -90,8 +92,12 @@ def plan_recipe(
         "--row",
     )
     num_steps = run.count_steps(splits)
-    inexact = _list_inexact(run, splits, num_steps) if allows_inexact else None
-    problem = PlanProblem(row, run.global_batch, machines, (run.precision,), num_steps, limits, site, inexact)
+    module = find_outline(run, splits)
+    inexact = _list_inexact(run, module, num_steps) if allows_inexact else None
+    has_blocks = bool(find_recomputable(module))
+    problem = PlanProblem(
+        row, run.global_batch, machines, (run.precision,), num_steps, limits, site, inexact, has_blocks
+    )
     if profile is not None:
         measured = [*measured, *list_profiled(problem, profile)]
     trial = _make_trial(run, splits)
@@ -103,9 +109,9 @@ def plan_recipe(
     return absolute_recipe(recipe), planned, fingerprint(chosen)
 
 
-def _list_inexact(run: "Run", splits: "Splits", num_steps: int) -> Inexact:
+def _list_inexact(run: "Run", module: nn.Module, num_steps: int) -> Inexact:
     """Return the ways that a run may take although they change what is learnt."""
-    parameters = {name: one for name, one in find_outline(run, splits).named_parameters() if one.requires_grad}
+    parameters = {name: one for name, one in module.named_parameters() if one.requires_grad}
     refused = refuse_steps(parameters, run.precision, run.landing, Layout())
     return Inexact(tuple(one.shape for one in parameters.values()), run.optimizer.name, num_steps, refused)
 

@@ -61,6 +61,7 @@ class PlanProblem:
         limits: Limits of the run.
         site: Place of the machines, whose electricity has carbon.
         inexact: Ways that change what is learnt; None: exact ones alone.
+        has_blocks: Whether the model has blocks, which can be recomputed.
     """
 
     row: Row
@@ -71,6 +72,7 @@ class PlanProblem:
     limits: Limits = field(default_factory=Limits)
     site: Site = field(default_factory=Site)
     inexact: Inexact | None = None
+    has_blocks: bool = True
 
     def __post_init__(self) -> None:
         """Refuse limits that cannot be judged."""

@@ -49,6 +49,8 @@ class Legality:
     def find_refusal(self, candidate: Candidate) -> str:
         """Return why training would refuse a candidate; empty if it would not."""
         division = candidate.division
+        if candidate.recompute != "none" and not self._problem.has_blocks:
+            return f"memory.recompute must be none for a model without blocks, but got {candidate.recompute}"
         if candidate.offload != "none" and (reason := self._refuse_offload(candidate)):
             return reason
         if division not in self._divisions:

@@ -53,7 +53,8 @@ class OnBatch(Function):
         if self.first_parameter not in ("model", "output"):
             raise SettingsError(
                 f"the first parameter of {self.path} must be called model, for a function that calls the model, or "
-                f"output, for one of what the model returned, but got {self.first_parameter!r}; rename it"
+                f"output, for one of what the model returned, but got {self.first_parameter!r}; rename it, or give a "
+                "function of your own, such as def loss(output, batch): return cross_entropy(output, batch.targets)"
             )
         return self
 
