@@ -280,12 +280,13 @@ def test_features_that_others_wrote_stay_what_they_are(tmp_path):
         return tfrecord._field(2, tfrecord._field(1, tfrecord._field(1, content)))
 
     entries = feature(b"id", of_bytes(b"img_1")) + feature(b"text", of_bytes("é".encode())) + feature(b"none", b"")
+    entries += feature(b"map.json", of_bytes(b"1")) + feature(b"map", of_bytes(b"x"))
     payload = tfrecord._field(1, entries + feature(b"cls", of_bytes(b"7")) + feature(b"txt", of_bytes(b"\xff")))
     length = struct.pack("<Q", len(payload))
     crcs = [struct.pack("<I", masked_crc32c(part)) for part in (length, payload)]
     (tmp_path / "a.tfrecord").write_bytes(length + crcs[0] + payload + crcs[1])
     (read,) = FileSource(tmp_path).read_leaves(np.arange(1))
-    assert read == {"id": b"img_1", "text": "é", "cls": b"7", "txt": b"\xff"}
+    assert read == {"id": b"img_1", "text": "é", "cls": b"7", "txt": b"\xff", "map.json": 1, "map": b"x"}
 
 
 @pytest.mark.filterwarnings("ignore::paceline.data.NoIndexWarning")

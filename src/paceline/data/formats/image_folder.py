@@ -60,7 +60,7 @@ class ImageFolder(Format):
         Raises:
             DataError: Labels are not all of 0, 1 and so on, so that others would be read.
         """
-        found = sorted({str(PurePosixPath(file.path).parent) for file in self.choose(files)})
+        found = list_classes(self.choose(files))
         if found != ["."] and (len(found) < 2 or found != [f"{label:05d}" for label in range(len(found))]):
             raise DataError(
                 "labels must be 0, 1 and so on, two or more and none left out, for format folder, which counts its "

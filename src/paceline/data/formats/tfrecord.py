@@ -90,9 +90,10 @@ def _read_example(record: bytes) -> Sample:
             else:
                 sample[name] = read[0].decode() if name == KEY else _unpack(read)
     typed = iter(decode_leaves([field for field in fields if has_ending(field[0])]).items())
+    names = sample.keys() | {name for name, _ in fields}
     for name, content in fields:
         leaf, value = next(typed) if has_ending(name) else (name, decode_bare(name, content))
-        sample[name if leaf in sample else leaf] = value
+        sample[name if leaf in names else leaf] = value
     return sample
 
 
