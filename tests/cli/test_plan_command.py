@@ -1,5 +1,6 @@
 """`paceline plan`, and `paceline train --plan`."""
 
+import io
 import json
 import sys
 from pathlib import Path
@@ -161,3 +162,46 @@ def test_a_plan_is_trained_as_it_was_planned_and_compared_with_its_steps(call, n
     code, said = call("train", "--resume", "run", "--num_steps", 6, "--global_batch", 6)
     assert code == 0, said.err
     assert not Path("run/plan.json").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_run_that_plans_itself_trains_that_plan(call):
+    code, said = call("train", "transformer_lm", *SMALL, "--plan", "auto", "--out", "run", "--workers", 1)
+    assert code == 0, said.err
+    plan, file = Plan.load(Path("run/plan.json")), RunFile.load(Path("run"))
+    assert plan.num_workers == file.num_workers == 1
+    assert "a step of all workers:" in said.out
+    assert "plan: one rank" in said.out
+    assert "written: " not in said.out
+    code, said = call("train", "transformer_lm", *SMALL, "--plan", "auto", "--out", "run", "--go_on")
+    assert (code, "nothing is left to do" in said.out) == (0, True), "it is resumed, not planned again"
+    assert "a step of all workers:" not in said.out
+
+
+def test_a_run_plans_itself_by_two_commands_and_only_where_it_begins(call, monkeypatch):
+    commands = []
+
+    class Command:
+        """A command that fails."""
+
+        def __init__(self, words, **_):
+            commands.append(words[3:5])
+            self.stdout = io.StringIO("one line\nwritten: somewhere\n")
+
+        def wait(self, _):
+            return 2
+
+    monkeypatch.setattr("subprocess.Popen", Command)
+    code, said = call("train", "transformer_lm", "--plan", "auto")
+    assert (code, commands) == (2, [["profile", "transformer_lm"]])
+    assert said.out == "one line\n"
+    assert "`paceline profile` ended with 2 as it says above; train without --plan" in said.err
+    Path("run").mkdir()
+    Path("run/file").touch()
+    for arguments, words in (
+        (["transformer_lm", "--out", "run"], "--out must be a new or empty directory"),
+        (["--resume", "run"], "--plan auto must be of a run that begins"),
+    ):
+        code, said = call("train", *arguments, "--plan", "auto")
+        assert (code, words in said.err, len(commands)) == (2, True, 1), said.err

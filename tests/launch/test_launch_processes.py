@@ -128,3 +128,14 @@ def fail():
 def test_a_failure_is_an_error_with_every_exit_code():
     with pytest.raises(ProcessesError, match="every process must return, but rank 0 ended with 1; read what"):
         run_in_processes(1, fail)
+
+
+def ask_to_stop(process):
+    os.kill(process, signal.SIGTERM)
+    time.sleep(1000)
+
+
+def test_a_signal_to_stop_ends_all_with_its_code_and_without_a_traceback():
+    with pytest.raises(SystemExit) as raised:
+        run_in_processes(2, ask_to_stop, os.getpid())
+    assert raised.value.code == 128 + signal.SIGTERM

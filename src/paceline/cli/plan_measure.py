@@ -1,7 +1,5 @@
 """`paceline plan --measure N`: candidates trained on this machine for a few seconds each, as `paceline train` would."""
 
-import os
-import signal
 import subprocess
 import sys
 import time
@@ -10,6 +8,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
+from paceline.cli.other_command import end_process
 from paceline.cli.overrides import apply_overrides
 from paceline.errors import SettingsError
 from paceline.launch.signals import cleaning_up_when_asked
@@ -97,7 +96,7 @@ def train(command: list[str], folder: Path, num_steps: int) -> list[float]:
                     break
                 time.sleep(_POLL_S)
         finally:
-            _end(process)
+            end_process(process)
     steps_s = _read_steps(log)
     if process.returncode in (_FAILED, 2) and len(steps_s) < num_steps:
         lines = (folder / "output").read_text(errors="replace").strip().splitlines()
@@ -110,14 +109,3 @@ def _read_steps(log: Path) -> list[float]:
         return []
     records = read_log(log)
     return [one.event.duration_s for one in records if one.rank == 0 and isinstance(one.event, StepFinished)]
-
-
-def _end(process: "subprocess.Popen[bytes]") -> None:
-    """End a run and its workers: by a signal at which it leaves, or else by force."""
-    if process.poll() is None:
-        process.send_signal(signal.SIGTERM)
-    try:
-        process.wait(60)
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait()

@@ -257,13 +257,19 @@ def absolute_recipe(recipe: str) -> str:
     return f"{Path(file).resolve()}{separator}{function}" if file.endswith(".py") else recipe
 
 
+def check_new(out: Path) -> None:
+    """Raise `SettingsError` if a directory is in use."""
+    directory = out.absolute()
+    if directory.exists() and (not directory.is_dir() or not _is_unused(directory)):
+        is_run = (directory / "run.json").is_file()
+        advice = "choose another, or go on with the run there by --go_on" if is_run else "choose another"
+        raise SettingsError(f"--out must be a new or empty directory, but {directory} is neither; {advice}")
+
+
 def _make_directory(out: Path | None, recipe: str) -> Path:
     if out is not None:
         directory = out.absolute()
-        if directory.exists() and (not directory.is_dir() or not _is_unused(directory)):
-            is_run = (directory / "run.json").is_file()
-            advice = "choose another, or go on with the run there by --go_on" if is_run else "choose another"
-            raise SettingsError(f"--out must be a new or empty directory, but {directory} is neither; {advice}")
+        check_new(directory)
         with storing(directory):
             try:
                 directory.mkdir(parents=True, exist_ok=True)

@@ -103,9 +103,10 @@ def _train_here(
 ) -> int:
     with without_collections():
         from paceline.cli.go_on import check_begun, is_begun, is_reported, tell_finished
-        from paceline.cli.plans import use_plan
+        from paceline.cli.plans import AUTO, use_plan
     from paceline.cli.prepare import (
         changes_run,
+        check_new,
         make_resumed,
         make_run,
         prepare_new,
@@ -122,12 +123,15 @@ def _train_here(
     if changes["scaling"] is not None:
         changes["scaling"] = PolicySettings(*changes["scaling"])
     ways = Changes(**changes)
-    planned, workers, overrides = use_plan(plan, workers, overrides)
+    has_begun = go_on and out is not None and is_begun(out)
     if workers is not None and workers < 1:
         raise SettingsError(f"--workers must be at least 1, but got {workers}")
+    if plan == AUTO and out is not None and not has_begun:
+        check_new(out)  # before it takes a minute
+    planned, workers, overrides = use_plan(None if has_begun and plan == AUTO else plan, recipe, workers, overrides)
     if workers is not None:
         check_min_workers(losses["min_workers"], workers)
-    if go_on and recipe is not None and out is not None and is_begun(out):
+    if has_begun and recipe is not None and out is not None:
         if not check_begun(recipe, out, overrides):
             return ExitCode.FINISHED
         resume = out

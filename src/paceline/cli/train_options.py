@@ -21,7 +21,10 @@ Out = Annotated[Path | None, typer.Option(help="Directory of the run; new withou
 Resume = Annotated[Path | None, typer.Option(help="Directory of a run to resume.")]
 Plan = Annotated[
     Path | None,
-    typer.Option(help="File of `paceline plan`: its settings and workers; its prediction is logged beside the steps."),
+    typer.Option(
+        help="File of `paceline plan`, with settings and workers, whose prediction is logged beside the steps; or "
+        "auto: the recipe is first profiled here, and planned."
+    ),
 ]
 GoOn = Annotated[
     bool,

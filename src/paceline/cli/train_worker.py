@@ -34,7 +34,7 @@ def train_as_worker(
     Workers that torchrun restarted resume the run that they had begun.
     """
     # Every rank knows the recipe and its time-out before it knows the others.
-    planned, _, overrides = use_plan(plan, None, overrides)
+    planned, _, overrides = use_plan(plan, None, None, overrides)
     run = make_run(recipe, overrides) if recipe else None
     offload = run.memory.offload if run else dict(overrides).get("memory.offload")
     group = join(

@@ -55,10 +55,13 @@ def run_in_processes(num_processes: int, function: Callable[..., Any], *argument
     """Run a function in processes here, whose output is this one's, and return what it returned, by rank.
 
     Raises:
-        ProcessesError: One of them failed, or a signal ended them.
+        ProcessesError: One of them failed.
+        SystemExit: A signal asked to stop.
     """
     with StopRequest() as stop:
         ended = watch_processes(num_processes, function, *arguments, stop=stop)
+    if stop.number:
+        raise SystemExit(128 + stop.number)
     if len(ended.values) < num_processes:
         codes = ", ".join(f"rank {rank} ended with {code}" for rank, code in sorted(ended.exit_codes.items()))
         raise ProcessesError(f"every process must return, but {codes}; read what they printed")
