@@ -35,6 +35,8 @@ def test_layouts_divide():
     assert [part["gradients"] for part in added_up] == [800, 400]
     assert [part["parameters"] for part in added_up] == [200, 100]
     assert divide(whole, Layout(context=4)).bytes_of["activations"] == 2000
+    experts = divide(whole, Layout(expert=4), expert_share=0.5)  # half of the parameters stays whole
+    assert [experts.bytes_of[category] for category in ("parameters", "gradients", "optimizer")] == [500, 500, 1000]
 
 
 def limit_group(folder, most, used, cached, *, first=False):
