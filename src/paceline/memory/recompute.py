@@ -11,13 +11,14 @@ compare them, the host would wait). Nothing on the wire changes, nor does any pa
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import (
     _DEFAULT_DETERMINISM_MODE,
@@ -128,13 +129,20 @@ class _Checkpoint:
         """Return the contexts of a block: for forward, and for the computation in backward."""
         first, again = _keep_products() if self._choice == "selective" else (nullcontext(), nullcontext())
         state = BlockState(block)
-        return state.recorded(first), _Reentered(lambda: self._replay(state, again))
+        # Torch takes modes of functions off while it runs backward.
+        modes = [mode for mode in _get_current_function_mode_stack() if getattr(mode, "stays_in_backward", False)]
+        return state.recorded(first), _Reentered(lambda: self._replay(state, again, modes))
 
     @contextmanager
-    def _replay(self, state: BlockState, context: AbstractContextManager[Any]) -> Iterator[None]:
+    def _replay(
+        self, state: BlockState, context: AbstractContextManager[Any], modes: Sequence[TorchFunctionMode]
+    ) -> Iterator[None]:
         self._is_replaying = True
         try:
-            with state.replayed(context):
+            with ExitStack() as stack:
+                for mode in modes:
+                    stack.enter_context(mode)
+                stack.enter_context(state.replayed(context))
                 yield
         finally:
             self._is_replaying = False
