@@ -35,14 +35,42 @@ def test_layouts_divide():
     assert [part["gradients"] for part in added_up] == [800, 400]
     assert [part["parameters"] for part in added_up] == [200, 100]
     assert divide(whole, Layout(context=4)).bytes_of["activations"] == 2000
+    experts = divide(whole, Layout(expert=4), expert_share=0.5)  # half of the parameters stays whole
+    assert [experts.bytes_of[category] for category in ("parameters", "gradients", "optimizer")] == [500, 500, 1000]
+
+
+def limit_group(folder, most, used, cached, *, first=False):
+    folder.mkdir(parents=True, exist_ok=True)
+    names = ("memory.limit_in_bytes", "memory.usage_in_bytes") if first else ("memory.max", "memory.current")
+    for name, value in zip(names, (most, used), strict=True):
+        (folder / name).write_text(f"{value}\n")
+    prefix = "total_" if first else ""
+    (folder / "memory.stat").write_text(f"anon 7\n{prefix}inactive_file {cached}\n{prefix}active_file 1000\n")
+
+
+@pytest.mark.parametrize("is_first", [False, True])
+def test_limits_of_control_groups(tmp_path, is_first):
+    """Also of the groups around a process's own; what files are read into can be had."""
+    root, own = tmp_path / "root", tmp_path / "own"
+    top = root / "memory" if is_first else root
+    own.write_text("3:cpu,cpuacct:/elsewhere\n" + ("4:memory:" if is_first else "0::") + "/slurm/job_7/step\n")
+    assert available.find_limit(root, own).left > 10**15
+    limit_group(top, 2**63 - 4096 if is_first else "max", 0, 0, first=is_first)
+    assert available.find_limit(root, own).left > 10**15
+    limit_group(top / "slurm/job_7", 1_000_000, 400_000, 99_000, first=is_first)
+    assert available.find_limit(root, own) == (700_000, 1_000_000)
+    limit_group(top / "slurm/job_7/step", 900_000, 900_000, 0, first=is_first)
+    assert available.find_limit(root, own) == (1_000, 900_000)
+    limit_group(top / "slurm/job_8", 1, 1, 0, first=is_first)
+    assert available.find_limit(root, own) == (1_000, 900_000)
+    own.write_text("0::/docker/of_the_host\n4:memory:/docker/of_the_host\n")  # a container whose own is the root
+    limit_group(top, 500_000, 450_000, 49_000, first=is_first)
+    assert available.find_limit(root, own) == (100_000, 500_000)
+    own.unlink()
+    assert available.find_limit(root, own).left > 10**15
 
 
 def test_memory_of_this_machine(tmp_path):
-    (tmp_path / "memory.max").write_text("1000000\n")
-    (tmp_path / "memory.current").write_text("400000\n")
-    assert available._limit_bytes(tmp_path) == 600_000
-    (tmp_path / "memory.max").write_text("max\n")
-    assert available._limit_bytes(tmp_path) > 10**15
     (tmp_path / "meminfo").write_text("MemTotal: 100 kB\nMemAvailable:   50 kB\n")
     assert available._free_bytes(tmp_path / "meminfo") == 50 * 1024
     one, two = (available.available_bytes(CPU, num) + available.PROCESS_BYTES for num in (1, 2))

@@ -128,3 +128,37 @@ def test_a_forward_that_fails_leaves_nothing_behind():
 def test_batch_statistics_are_refused():
     with pytest.raises(SettingsError, match=r"must have no BatchNorm for memory\.offload parameters, but got 1; take"):
         ParameterOffload(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)), "cpu")
+
+
+class WeightsChanged(nn.Module):
+    """A forward that changes weights by functions that are given them, by parts of them, and by operators."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(9, 4, max_norm=0.5)
+        self.linear, self.other = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x):
+        with torch.no_grad():
+            self.linear.weight[0] = 0.0
+            self.linear.weight[1:3].mul_(0.5)
+            self.linear.weight.t()[0].add_(x[0])
+            self.linear.bias -= 0.25
+            nn.init.constant_(self.other.bias[:2], 3.0)
+            nn.init.ones_(self.other.weight)
+            torch._foreach_mul_([self.other.weight], 0.5)
+            torch.clamp(self.linear.weight, -0.2, 0.3, out=self.linear.weight)
+            self.other.weight.mul_(x.mean())
+        return self.other(self.linear(x)) + self.embedding(torch.arange(len(x)))
+
+
+def test_weights_that_forward_changes_are_changed_in_cpu_memory():
+    found = []
+    for is_offloaded in (False, True):
+        torch.manual_seed(0)
+        module = WeightsChanged()
+        if is_offloaded:
+            ParameterOffload(module, "cpu")
+        module(torch.randn(6, 4)).square().sum().backward()
+        found.append([*module.parameters(), *(parameter.grad for parameter in module.parameters())])
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))

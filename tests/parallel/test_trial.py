@@ -10,8 +10,10 @@ from torch import Tensor, nn
 
 from paceline.comm import join
 from paceline.errors import SettingsError
+from paceline.memory import find_recomputable, recompute
 from paceline.parallel.parallelize import find_shard, parallelize
-from paceline.parallel.trial import restored
+from paceline.parallel.pipeline.traced import find_layers
+from paceline.parallel.trial import restored, training
 from paceline.testing.processes import check_exits, run_processes
 from paceline.topology.layout import Layout
 
@@ -176,3 +178,38 @@ def test_layouts_leave_counters_and_hooks_as_they_were_and_compare_from_the_same
         assert "returns a tensor of the shape (2, 8, 16), a rank's part of one of (2, 8, 32)" in found.pop("up tensor")
         assert "returns 3 tensors, of which the last stage has " in found.pop(" pipeline")
         assert found == {" tensor": 2} | {axis: [0, [], {}, 0.0] for axis in ("tensor", "pipeline")}
+
+
+class Dropper(nn.Module):
+    """A model whose blocks drop, by a module and by functions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5), nn.Linear(8, 8), nn.Tanh()) for _ in range(3)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = x + block(x)
+        return x
+
+
+def test_blocks_that_backward_computes_again_drop_nothing_in_a_trial() -> None:
+    """Torch runs backward without the mode in which nothing is dropped."""
+    found = []
+    for names in ([], ["blocks.0", "blocks.2"]):
+        torch.manual_seed(0)
+        module = Dropper()
+        recompute(module, dict.fromkeys(names, "full"))
+        with training(module):
+            module(torch.ones(2, 3, 8)).square().sum().backward()
+        found.append([parameter.grad for parameter in module.parameters()])
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+
+
+def test_models_that_drop_are_cut_with_recomputed_blocks() -> None:
+    module = Dropper()
+    recompute(module, dict.fromkeys(find_recomputable(module), "full"))
+    layers = find_layers(module, (), torch.randn(1, 3, 8))
+    assert [layer.name for layer in layers] == ["blocks.0", "blocks.1", "blocks.2"]

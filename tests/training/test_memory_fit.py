@@ -91,6 +91,27 @@ def test_it_is_left_out_on_demand_and_where_it_fits_by_far():
     assert check_fit(run, TEXT, 2, CPU, 2 * needed.peak_bytes) == needed
 
 
+class Decoder(torch.nn.Module):
+    """A model between whose first and last layer there are 1,024 times as many positions as a sample has."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding = torch.nn.Embedding(64, 16)
+        self.enlarge = torch.nn.Sequential(*(torch.nn.ConvTranspose1d(16, 16, 2, stride=2) for _ in range(10)))
+        self.head = torch.nn.Linear(16, 64)
+
+    def forward(self, tokens):
+        x = self.enlarge(self.embedding(tokens).transpose(1, 2))
+        return self.head(torch.nn.functional.adaptive_avg_pool1d(x, tokens.shape[1]).transpose(1, 2))
+
+
+def test_a_model_that_enlarges_never_fits_by_far():
+    run = make_run(model=FunctionModel(path=f"{__file__}:Decoder"))
+    needed = estimate(run, TEXT, 1, CPU).peak_bytes
+    with pytest.raises(SettingsError, match="a rank's memory must hold a step"):
+        check_fit(run, TEXT, 1, CPU, needed // 2)
+
+
 def test_a_model_that_cannot_be_rehearsed_is_trained_with_a_warning():
     run = make_run(model=FunctionModel(path=f"{__file__}:make_stubborn"))
     with pytest.warns(UserWarning, match=r"memory was not checked: .*nobody can run"):

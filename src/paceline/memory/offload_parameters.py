@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.weak import WeakIdKeyDictionary
 
 from paceline.errors import SettingsError
@@ -140,15 +140,29 @@ class _CopiesOnUse(TorchFunctionMode):
                 return self._device.type == "cuda"
             if name == "__set__" or attribute not in _TRANSPOSES:
                 return func(*args, **kwargs)
-        changes = name.endswith("_") and not name.endswith("__")
-        if name in _ABOUT or (changes and args and self._is_home(args[0])):
+        if name in _ABOUT:
             return func(*args, **kwargs)
+        if _changes_first(name) and args and self._is_home(args[0]):
+            home = args[0].device
+            rest, kwargs = tree_map_only(Tensor, lambda tensor: tensor.to(home), (args[1:], kwargs))
+            return func(args[0], *rest, **kwargs)
         args, kwargs = tree_map_only(nn.Parameter, self._copy, (args, kwargs))
-        return func(*args, **kwargs)
+        copies = [
+            leaf
+            for leaf in tree_leaves((args, kwargs))
+            if isinstance(leaf, Tensor) and self._find_origin(leaf) is not None
+        ]
+        versions = [copy._version for copy in copies]
+        result = func(*args, **kwargs)
+        for copy, version in zip(copies, versions, strict=True):
+            if copy._version != version:  # such as by an embedding with max_norm, or an initialisation
+                parameter = self._take_back(copy)
+                result = parameter if result is copy and copy.shape == parameter.shape else result
+        return result
 
     def save(self, tensor: Tensor) -> _Origin | Tensor:
         """Return what is kept for backward of a tensor that an operation saves."""
-        parameter = self._origins.get(tensor.untyped_storage())
+        parameter = self._find_origin(tensor)
         if parameter is None:
             return tensor
         offset = int(tensor.storage_offset())
@@ -167,6 +181,20 @@ class _CopiesOnUse(TorchFunctionMode):
             copy = self._copy(saved.parameter)
             return copy.view(saved.dtype).as_strided(saved.shape, saved.stride, saved.offset)
 
+    def _find_origin(self, tensor: Tensor) -> Tensor | None:
+        if tensor.layout != torch.strided or torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+            return None
+        parameter: Tensor | None = self._origins.get(tensor.untyped_storage())
+        return parameter
+
+    @torch.no_grad()
+    def _take_back(self, copy: Tensor) -> Tensor:
+        """Give a parameter the values of its copy, of which `copy` is a view that has been changed."""
+        parameter: Tensor = self._origins[copy.untyped_storage()]
+        whole = torch.empty(0, dtype=parameter.dtype, device=copy.device)
+        parameter.copy_(whole.set_(copy.untyped_storage(), 0, parameter.shape, parameter.stride()))
+        return parameter
+
     def _copy(self, parameter: Tensor) -> Tensor:
         if not self._is_home(parameter):
             return parameter
@@ -177,3 +205,9 @@ class _CopiesOnUse(TorchFunctionMode):
 
     def _is_home(self, value: Any) -> bool:
         return id(value) in self._parameters
+
+
+def _changes_first(name: str) -> bool:
+    """Whether a function of that name changes its first argument in place."""
+    is_operator = name.startswith("__i") and name not in ("__invert__", "__index__", "__int__")
+    return name == "__setitem__" or is_operator or (name.endswith("_") and not name.endswith("__"))

@@ -4,27 +4,33 @@ Chen et al. 2016. A block that is recomputed in full keeps its input only; its f
 which makes a step about a third longer if all blocks are recomputed. A block that is recomputed selectively
 (Korthikanti 2022) keeps the results of matrix products, convolutions and attention, and computes again the cheap
 operations between them. Losses and gradients do not change: the second run draws the same random numbers, also from
-Python's and NumPy's generators, finds the buffers (BatchNorm's statistics, spectral norm's vectors, averages of one's
-own) as the first did, and leaves all of them as they are. For that a block's buffers are copied in each forward; copies
-of those that changed wait for backward (on a GPU all copies: to compare them, the host would wait). Nothing on the wire
-changes, nor does any parameter's name.
+Python's and NumPy's generators and from those that modules have, finds buffers (BatchNorm's statistics, spectral norm's
+vectors, averages of one's own), numbers and tensors of modules as the first did, and leaves all of them as they are.
+For that they are copied in each forward; copies of what changed wait for backward (on a GPU copies of all buffers: to
+compare them, the host would wait). Nothing on the wire changes, nor does any parameter's name.
 """
 
-import random
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any, Literal
 
-import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.distributed._composable import checkpoint
-from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
+from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import (
+    _DEFAULT_DETERMINISM_MODE,
+    _RECOMPUTE,
+    CheckpointPolicy,
+    _checkpoint_without_reentrant_generator,
+    create_selective_checkpoint_contexts,
+)
+
+from paceline.memory.block_state import BlockState
 
 Choice = Literal["full", "selective"]
-_Slot = tuple[nn.Module, str]
-"""Module that has a buffer, and the buffer's name there."""
 
 _aten = torch.ops.aten
 KEPT = frozenset(
@@ -79,114 +85,129 @@ def _is_block(module: nn.Module) -> bool:
 def recompute(module: nn.Module, choices: Mapping[str, Choice]) -> None:
     """Make backward recompute blocks of `module`, in place.
 
-    Hooks do it (torch's composable checkpoint), so that the model's structure and names do not change. Call it
-    before a model is sharded or compiled.
+    Hooks do it, so that the model's structure and names do not change. Call it before a model is sharded or compiled.
 
     Args:
         module: The model.
         choices: Recomputation by the block's name; blocks that are left out keep all activations.
     """
     for name, choice in choices.items():
-        block = module.get_submodule(name)
-        checkpoint(block, context_fn=partial(_make_contexts, block, choice))
+        _Checkpoint(module.get_submodule(name), choice)
 
 
-def _make_contexts(block: nn.Module, choice: Choice) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-    """Return the contexts of a block: for forward, and for the computation in backward."""
-    first, again = nullcontext(), nullcontext()
-    if choice == "selective":
-        first, again = create_selective_checkpoint_contexts(_policy)
-    before = _Before(block)
-    return before.recorded(first), before.replayed(again)
+class _Checkpoint:
+    """Hooks that make backward run a block again, as torch's composable checkpoint does.
 
+    Unlike its contexts these can be entered again, as backward through a retained graph does.
 
-class _Before:
-    """The buffers that one forward of a block changed, and generators that it drew from, as it found them.
-
-    Torch keeps its own generators. The second run gets copies of the buffers, so that it computes what the first did
-    (spectral norm's vectors move on with each run), and leaves the buffers themselves as they are. Copies, rather than
-    the buffers with other contents: what autograd saves in the second run must not change when that ends.
+    Args:
+        block: The block.
+        choice: What is computed again.
     """
 
-    def __init__(self, block: nn.Module) -> None:
-        self._block = block
-        self._values: dict[_Slot, Tensor | None] = {}
-        self._generators: list[tuple[Callable[[Any], None], Any]] = []
+    def __init__(self, block: nn.Module, choice: Choice) -> None:
+        self._choice = choice
+        self._is_replaying = False
+        self._forward: Iterator[None] | None = None
+        block.register_forward_pre_hook(self._begin, with_kwargs=True)
+        block.register_forward_hook(self._end, prepend=True, always_call=True)
+
+    def _begin(self, block: nn.Module, args: Any, kwargs: Any) -> None:
+        if not self._is_replaying:
+            make_contexts = partial(self._make_contexts, block)
+            self._forward = _checkpoint_without_reentrant_generator(
+                block, True, make_contexts, _DEFAULT_DETERMINISM_MODE, False, True, *args, **kwargs
+            )
+            next(self._forward)
+
+    def _end(self, block: nn.Module, inputs: Any, output: Any) -> None:
+        if not self._is_replaying and self._forward is not None:
+            next(self._forward, None)
+            self._forward = None
+
+    def _make_contexts(self, block: nn.Module) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+        """Return the contexts of a block: for forward, and for the computation in backward."""
+        first, again = _keep_products() if self._choice == "selective" else (nullcontext(), nullcontext())
+        state = BlockState(block)
+        # Torch takes modes of functions off while it runs backward.
+        modes = [mode for mode in _get_current_function_mode_stack() if getattr(mode, "stays_in_backward", False)]
+        return state.recorded(first), _Reentered(lambda: self._replay(state, again, modes))
 
     @contextmanager
-    def recorded(self, context: AbstractContextManager[Any]) -> Iterator[None]:
-        """Enter `context`, and keep a copy of each buffer and generator that changes until its end."""
-        of_python, of_numpy = _generators()
-        found = {slot: (buffer, _version(buffer)) for slot, buffer in self._list()}
-        values = _copy(dict(self._list()))
-        with context:
-            yield
-        now = dict(self._list())
-        self._values = {
-            slot: values[slot]
-            for slot, (buffer, version) in found.items()
-            if now.get(slot) is not buffer or _version(buffer) != version or _may_differ(buffer, values[slot])
-        }
-        drawn = _generators()
-        if drawn[0] != of_python:
-            self._generators.append((random.setstate, of_python))
-        if _mark(drawn[1]) != _mark(of_numpy):
-            self._generators.append((np.random.set_state, of_numpy))
-
-    @contextmanager
-    def replayed(self, context: AbstractContextManager[Any]) -> Iterator[None]:
-        """Enter `context` with those copies in the places of the buffers, and put the buffers back."""
-        now = dict(self._list())
-        for (module, name), value in self._values.items():
-            module._buffers[name] = value
-        drawn = _generators() if self._generators else None
-        for set_state, state in self._generators:
-            set_state(state)
+    def _replay(
+        self, state: BlockState, context: AbstractContextManager[Any], modes: Sequence[TorchFunctionMode]
+    ) -> Iterator[None]:
+        self._is_replaying = True
         try:
-            with context:
+            with ExitStack() as stack:
+                for mode in modes:
+                    stack.enter_context(mode)
+                stack.enter_context(state.replayed(context))
                 yield
         finally:
-            for (module, name), buffer in now.items():
-                module._buffers[name] = buffer
-            if drawn is not None:
-                random.setstate(drawn[0])
-                np.random.set_state(drawn[1])
-
-    def _list(self) -> Iterator[tuple[_Slot, Tensor | None]]:
-        for module in self._block.modules():
-            for name, buffer in module._buffers.items():
-                yield (module, name), buffer
+            self._is_replaying = False
 
 
-def _generators() -> tuple[Any, dict[str, Any]]:
-    """Return the states of Python's and NumPy's global generators."""
-    return random.getstate(), np.random.get_state(legacy=False)
+class _Reentered(AbstractContextManager[None]):
+    """A context that can be entered again after its end.
+
+    Args:
+        make: Function that returns the context of one time.
+    """
+
+    def __init__(self, make: Callable[[], AbstractContextManager[None]]) -> None:
+        self._make = make
+        self._open: list[AbstractContextManager[None]] = []
+
+    def __enter__(self) -> None:
+        self._open.append(self._make())
+        self._open[-1].__enter__()
+
+    def __exit__(self, *error: Any) -> bool | None:
+        return self._open.pop().__exit__(*error)
 
 
-def _mark(state: dict[str, Any]) -> tuple[Any, ...]:
-    """Return what a draw changes in a state of NumPy's generator."""
-    return state["state"]["pos"], state["state"]["key"].tobytes(), state["has_gauss"]
+def _keep_products() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+    """Return the contexts of selective recomputation: for forward, and for the computation in backward.
+
+    A product that is changed in place later is not kept: it is computed again, and changed again.
+    """
+    numbers: Counter[Any] = Counter()
+    kept: dict[int, list[tuple[Any, int]]] = {}
+    results: dict[Any, dict[int, Any]] = {}
+
+    def choose(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        if operation in KEPT:
+            for key in _list_storages(context.op_output):
+                kept.setdefault(key, []).append((operation, numbers[operation]))
+            numbers[operation] += 1
+            return CheckpointPolicy.MUST_SAVE
+        for key in _list_storages(_list_changed(operation, args, kwargs)):
+            # By storages: torch's GRU changes parts of a product whose versions are apart from the product's.
+            for product, number in kept.pop(key, ()):
+                results[product][number] = _RECOMPUTE
+        return CheckpointPolicy.PREFER_RECOMPUTE
+
+    first, again = create_selective_checkpoint_contexts(choose)
+    results = first.storage
+    return first, again
 
 
-def _copy(buffers: Mapping[_Slot, Tensor | None]) -> dict[_Slot, Tensor | None]:
-    """Return copies; one tensor in two places is copied once."""
-    copies = {id(buffer): buffer.detach().clone() for buffer in buffers.values() if buffer is not None}
-    return {slot: None if buffer is None else copies[id(buffer)] for slot, buffer in buffers.items()}
+def _list_changed(operation: Any, args: Any, kwargs: Any) -> list[Any]:
+    """Return the arguments that an operation changes in place."""
+    schema = getattr(operation, "_schema", None)
+    if schema is None or not schema.is_mutable:
+        return []
+    return [
+        args[place] if place < len(args) else kwargs.get(argument.name)
+        for place, argument in enumerate(schema.arguments)
+        if argument.is_write
+    ]
 
 
-def _version(buffer: Tensor | None) -> int:
-    return 0 if buffer is None or buffer.is_inference() else buffer._version
-
-
-def _may_differ(buffer: Tensor | None, before: Tensor | None) -> bool:
-    """Return whether a buffer whose version stayed may have other bits: batch norm and ``.data`` count no change."""
-    if buffer is None or before is None:
-        return False
-    if buffer.device.type != "cpu" or buffer.layout != torch.strided or type(buffer) is not Tensor:
-        return not buffer.is_meta  # to compare on a GPU, the host would wait
-    one, other = (tensor.detach().contiguous().flatten().view(torch.uint8) for tensor in (buffer, before))
-    return not torch.equal(one, other)
-
-
-def _policy(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    return CheckpointPolicy.MUST_SAVE if operation in KEPT else CheckpointPolicy.PREFER_RECOMPUTE
+def _list_storages(values: Any) -> Iterator[int]:
+    """Yield the identities of the storages of tensors, of DTensors those of this rank's part."""
+    for leaf in tree_leaves(values):
+        tensor = getattr(leaf, "_local_tensor", leaf)
+        if isinstance(tensor, Tensor) and tensor.layout == torch.strided:
+            yield tensor.untyped_storage()._cdata

@@ -199,6 +199,9 @@ def _are_close(some: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
 class _NoDropout(TorchFunctionMode):
     """Mode in which dropout keeps everything."""
 
+    stays_in_backward = True
+    """Whether blocks that backward computes again do so in this mode too."""
+
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run a function of torch."""
         kwargs = kwargs or {}

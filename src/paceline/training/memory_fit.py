@@ -31,6 +31,8 @@ _MARGIN = 4
 """Number of times that a rough bound must fit for the estimate to be skipped."""
 _COPIES = 8
 """Number of copies of each output of a matrix at each position: more than any model keeps."""
+_ENLARGING = ("upsampl", "transpose", "shuffle", "unpool", "fold", "interpolat")
+"""Parts of the names of modules that make more positions than a sample has, such as `nn.ConvTranspose2d`."""
 _MOST_ADVICE = 4
 _KEPT: tuple[Category, ...] = ("parameters", "optimizer")
 """Purposes of which the rank with the most has at least as much as a division says."""
@@ -70,7 +72,8 @@ def check_fit(run: Run, splits: Splits, num_ranks: int, device: torch.device, av
     """Refuse a run that needs more memory than each of its ranks has.
 
     A run that fits by far is not rehearsed, for that takes a second or more: where a fourth of memory holds 8 times the
-    parameters and 8 times what every matrix of the model makes of every number of a micro-batch.
+    parameters and 8 times what every matrix of the model makes of every number of a micro-batch, and no module makes
+    more positions than a sample has.
 
     Args:
         run: The run.
@@ -145,7 +148,11 @@ def _fits_by_far(run: Run, splits: Splits, num_ranks: int, available: int) -> bo
     if run.memory.recompute not in ("none", "full", "selective") or run.memory.offload != "none":
         return False
     grown = run.growth.size_at(run.count_steps(splits) if run.growth.steps else 0, size_of(run.model))
-    shapes = [tuple(parameter.shape) for parameter in outline(resize(run.model, grown), splits).parameters()]
+    module = outline(resize(run.model, grown), splits)
+    kinds = {type(part).__name__.lower() for part in module.modules()}
+    if any(part in kind for part in _ENLARGING for kind in kinds):
+        return False
+    shapes = [tuple(parameter.shape) for parameter in module.parameters()]
     sample = max(tensor.numel() for tensor in list_tensors(splits.train.read_first()))
     num_workers = max(1, num_ranks // run.layout.ranks_of_worker)
     positions = sample * -(-run.global_batch // (num_workers if run.fixed_shares is None else 1))

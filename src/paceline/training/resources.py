@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from paceline.memory.available import find_limit
 from paceline.monitor.events import ResourceLow
 
 _INTERVAL_S = 10.0
@@ -108,14 +109,5 @@ def find_memory() -> tuple[int, int] | None:
         available, total = (int(lines[name].split()[0]) * 1024 for name in ("MemAvailable", "MemTotal"))
     except (OSError, KeyError):
         return None
-    group = Path("/sys/fs/cgroup")
-    try:
-        limit, used = (group / "memory.max").read_text().strip(), int((group / "memory.current").read_text())
-        cached = dict(line.split() for line in (group / "memory.stat").read_text().splitlines()).get(
-            "inactive_file", "0"
-        )
-    except (OSError, ValueError):
-        return available, total
-    if limit.isdigit() and int(limit) < total:
-        available, total = min(available, int(limit) - used + int(cached)), int(limit)
-    return available, total
+    limit = find_limit()
+    return min(available, limit.left), min(total, limit.bytes)
