@@ -84,6 +84,16 @@ def test_a_log_that_is_removed_or_moved_is_begun_anew_by_all_who_write(tmp_path:
         assert not one.num_lost
 
 
+def test_a_process_that_goes_to_another_folder_writes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "other").mkdir()
+    monkeypatch.chdir(tmp_path)
+    with EventLog("log", run="first", rank=0) as log:
+        monkeypatch.chdir(tmp_path / "other")
+        log.write(Warned(message="from there"), step=1)
+    assert len(read_log(tmp_path / "log")) == 1
+    assert not (tmp_path / "other" / "log").exists()
+
+
 def test_threads_share_a_log(tmp_path: Path) -> None:
     with EventLog(tmp_path / "log", run="first", rank=0) as log:
         threads = [

@@ -223,3 +223,5 @@ def test_a_log_goes_on_after_its_last_step(tmp_path: Path, events: list[tuple[Ev
     with path.open("a") as file:
         file.write('{"kind": "step_fin')
     assert find_last_step(path) == step
+    path.unlink()
+    assert find_last_step(path) == -1, "who takes over the log goes on without one"

@@ -47,7 +47,7 @@ class EventLog:
         epoch: int = 0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.path = Path(path)
+        self.path = Path(path).absolute()  # whatever folder this process goes to
         self.run = run
         self.rank = rank
         self.epoch = epoch

@@ -122,7 +122,8 @@ _TAIL_BYTES = 1 << 20
 
 def find_last_step(path: str | os.PathLike[str]) -> int:
     """Return the step after which the log at `path` goes on; -1 if no line of its last MiB says so."""
-    with Path(path).open("rb") as file:
+    lines: list[bytes] = []
+    with contextlib.suppress(FileNotFoundError), Path(path).open("rb") as file:  # somebody has removed it
         file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES))
         lines = file.read().splitlines()
     for line in reversed(lines):
