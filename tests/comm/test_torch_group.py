@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from paceline.comm import join, torch_group
 from paceline.comm.channel import Channel
@@ -334,3 +335,8 @@ def test_connections_are_at_the_address_that_the_launcher_gives(monkeypatch):
     devices = torch_group._gloo_devices.__wrapped__(os.getpid())
     assert " 0200007F:" in Path("/proc/self/net/tcp").read_text(), "127.0.0.2 must be listened at"
     del devices
+
+
+def test_who_comes_alone_has_the_time_of_an_operation():
+    with pytest.raises(CommunicationError, match=r"must connect with ranks 1 within 0\.3 s, but did not"):
+        torch_group.TorchGroup(dist.HashStore(), 0, 2, device=torch.device("cpu"), timeout_s=0.3)

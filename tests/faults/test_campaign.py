@@ -3,6 +3,7 @@
 import importlib
 import json
 import os
+import random
 import subprocess
 import sys
 from pathlib import Path
@@ -142,3 +143,32 @@ def test_some_runs_of_the_campaign_end_as_if_nothing_had_happened(tmp_path, num_
     assert done.returncode == 0, done.stdout + done.stderr
     assert len(outcomes) == num_runs
     assert sum(one["num_struck"] for one in outcomes) >= num_struck
+
+
+@pytest.mark.parametrize("has_finished", [True, False])
+def test_a_checkpoint_is_damaged_only_where_training_goes_on_from_it(load, tmp_path, monkeypatch, has_finished):
+    campaign, scenarios = load("campaign"), load("scenarios")
+    codes, damaged = iter([-9, 0]), []
+
+    class KilledLauncher:
+        def __init__(self, arguments, folder):
+            (folder / "output.txt").touch()
+            (folder / "run").mkdir(exist_ok=True)
+            with EventLog(folder / "run" / "events.jsonl", run="r", rank=0) as log:
+                if has_finished:
+                    log.write(RunFinished(held_out_loss=1.0, metrics={}, duration_s=1.0, samples_per_s=1.0), step=24)
+
+        def wait(self, timeout_s):
+            return next(codes)
+
+        def close(self):
+            pass
+
+    monkeypatch.setattr(campaign.warm, "Launcher", KilledLauncher)
+    monkeypatch.setattr(campaign, "damage", lambda *arguments: damaged.append(arguments))
+    scenario = scenarios._make_damage("damaged checkpoint", 158, random.Random(0))
+    outcome = campaign.execute(scenario, tmp_path / "hit", seed=11)
+    assert outcome.problems == []
+    assert outcome.is_damaged == bool(damaged) == (not has_finished)
+    load("judging")._judge_log(outcome, tmp_path / "hit")
+    assert ("a damaged checkpoint was taken for a whole one" in outcome.problems) == (not has_finished)

@@ -189,6 +189,44 @@ def test_signals_reach_workers_elsewhere_and_a_restart_ends_them(tmp_path, serve
     lab.spread.close("")
 
 
+def test_a_signal_to_a_worker_elsewhere_that_was_just_forked_asks_all_to_stop(tmp_path, server):
+    lab, asked = Lab(tmp_path, server), []
+    lab.local.tell_asked = asked.append
+    lab.wait_for_fact()
+    lab.wait_until(lambda: len(lab.remote.running) == 2)
+    end = lab.remote.end
+
+    def end_by_signal(timeout_s):
+        lab.remote.wait = wait
+        lab.remote.tell_asked(signal.SIGTERM)
+        end("w1@b", "killed", "w1@b was killed by SIGTERM")
+        return wait(timeout_s)
+
+    wait, lab.remote.wait = lab.remote.wait, end_by_signal
+    ended = []
+    lab.wait_until(lambda: ended.extend(lab.spread.wait(0)) or ended)
+    time.sleep(0.6)  # two more signs of life
+    assert not lab.spread.read_facts(lab.coordinator)
+    assert asked == [signal.SIGTERM]
+    lab.remote.kill_all()
+    lab.spread.close("the run is over")
+
+
+def test_a_log_that_somebody_has_removed_there_ends_nobody(tmp_path, server):
+    lab = Lab(tmp_path, server)
+    lab.wait_for_fact()
+    lab.wait_until(lambda: len(lab.remote.running) == 2)
+    (lab.folder / "events.jsonl").unlink()
+    beat = lab.spread._agents[0].offer.beat
+    lab.wait_until(lambda: lab.spread._agents[0].offer.beat > beat)
+    with EventLog(lab.folder / "events.jsonl", run="r", rank=1) as log:
+        log.write(Warned(message="begun anew"), step=3)
+    lab.wait_until(lambda: [record.event.message for record in read_log(lab.log)] == ["begun anew"])
+    lab.remote.kill_all()
+    lab.spread.close("the run is over")
+    assert lab.finish() is ExitCode.FINISHED
+
+
 def test_a_machine_that_gives_no_sign_of_life_is_lost_and_told_so_if_it_comes_back(tmp_path, server, monkeypatch):
     monkeypatch.setattr(agents_module, "SILENCE_S", 0.8)
     lab = Lab(tmp_path, server)

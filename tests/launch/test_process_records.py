@@ -4,6 +4,7 @@ import errno
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import threading
 from collections import namedtuple
@@ -12,13 +13,14 @@ from pathlib import Path
 
 import pytest
 
+from paceline.checkpoint.durable import WriterLock
 from paceline.comm.control import ControlAccess
 from paceline.comm.stacks import started_at
 from paceline.errors import StorageError
 from paceline.launch import launcher_watch, processes
 from paceline.launch.launcher_watch import LauncherWatch
 from paceline.launch.left_run import LeftProcess
-from paceline.launch.place import LAUNCHER_FILE
+from paceline.launch.place import LAUNCHER_FILE, LauncherPlace, ReplacedError
 from paceline.launch.process_record import ProcessRecord
 from paceline.launch.processes import describe_exit
 
@@ -152,3 +154,39 @@ def test_without_patience_a_worker_goes_on_as_long_as_its_launcher_is_there(tmp_
         finally:
             launcher.kill()
     assert asked.wait(30)
+
+
+@pytest.mark.parametrize("content", ["[" * 100_000, "", None])
+def test_a_launcher_whose_record_is_damaged_holds_its_run_and_writes_it_again(tmp_path, content):
+    (tmp_path / "workers").mkdir()
+    lock = WriterLock(tmp_path)
+    lock.acquire()
+    place, path = LauncherPlace(tmp_path / "workers"), tmp_path / "workers" / LAUNCHER_FILE
+    before = ProcessRecord.load(path)
+    assert before is not None
+    if content is None:
+        path.unlink()
+    else:
+        path.write_text(content)
+    place.check()
+    assert ProcessRecord.load(path) == before, "workers, and who takes the run over, read it"
+    lock.release()
+
+
+@pytest.mark.parametrize("has_ended", [False, True])
+def test_a_launcher_that_another_one_has_replaced_finds_a_foreign_lock(tmp_path, has_ended):
+    (tmp_path / "workers").mkdir()
+    lock = WriterLock(tmp_path)
+    lock.acquire()
+    place, path = LauncherPlace(tmp_path / "workers"), tmp_path / "workers" / LAUNCHER_FILE
+    (tmp_path / ".new").write_text(f"process 1 on {socket.gethostname()}\n")
+    (tmp_path / ".new").replace(tmp_path / ".lock")
+    if has_ended:
+        path.unlink()
+    else:
+        ProcessRecord(1, 2, "other", 2).save(path)
+    with pytest.raises(ReplacedError, match="has taken the place of this one"):
+        place.check()
+    place.release()
+    assert path.exists() is not has_ended, "that is the other's"
+    lock.release()

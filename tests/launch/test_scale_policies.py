@@ -174,3 +174,14 @@ def test_what_is_no_policy_is_refused_at_the_start(tmp_path, policy, words):
     with pytest.raises(SettingsError, match=words):
         PolicySettings(policy.format(tmp_path / "mine.py")).find_policy()
     assert callable(PolicySettings("efficient").find_policy())
+
+
+def test_a_log_that_somebody_has_removed_gives_no_throughput_until_it_grows_again(tmp_path):
+    lab = Lab(tmp_path, "note")
+    lab.write_steps(1, 0.5)
+    assert lab.call() == [Scaled(3)]
+    lab.log.unlink()
+    assert lab.call() == []
+    lab.write_steps(1, 0.5, num_steps=3)
+    assert lab.call() == [Scaled(3)]
+    assert lab.warnings == []

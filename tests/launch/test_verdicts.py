@@ -85,6 +85,14 @@ def test_restarts_are_numbered_whatever_other_changes_there_were(tmp_path):
         ([fail(0, "MismatchError", "they differ"), fail(1, "CommunicationError", "gone")], False, ExitCode.FAILED),
         ([fail(0, "KeyError", "no"), fail(1, "CommunicationError", "gone")], False, ExitCode.FAILED),
         ([record(0, RunFinished(held_out_loss=1.0, metrics={}, duration_s=1.0, samples_per_s=1.0))], True, 0),
+        (
+            [
+                fail(2, "MemoryError", "a replacement could not be built"),
+                record(0, RunFinished(held_out_loss=1.0, metrics={}, duration_s=1.0, samples_per_s=1.0)),
+            ],
+            False,
+            ExitCode.FINISHED,
+        ),
         ([], True, ExitCode.PREEMPTED),
     ],
 )

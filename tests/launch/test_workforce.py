@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 
 from paceline.comm.control import ControlAccess
-from paceline.launch import forking, workforce
+from paceline.launch import forking, processes, workforce
 from paceline.launch.process_record import ProcessRecord
 from paceline.launch.starting import StartingProcess
 from paceline.launch.workforce import LocalWorkforce
@@ -103,6 +103,35 @@ def test_what_is_printed_lies_by_rank_and_grows_from_start_to_start(tmp_path):
     assert (lines[0], lines[-1]) == ("1, loudly", "2, loudly")
     assert lines[2].startswith("---- started again, ")
     assert (tmp_path / "workers" / "rank0.out").read_text().startswith("1\n")
+
+
+def print_much(directory, epoch, name):
+    print("much " * 10**5)
+    print("more", file=sys.stderr)
+
+
+def test_a_full_disk_takes_what_is_printed_and_ends_nobody(tmp_path):
+    (tmp_path / "workers").mkdir()
+    for end in ("out", "err"):
+        (tmp_path / "workers" / f"rank0.{end}").symlink_to("/dev/full")
+    force = LocalWorkforce(print_much, tmp_path, 1, ControlAccess("127.0.0.1", 1, bytes(32)))
+    force.start("w0", 0, epoch=0)
+    while not (ended := force.wait(5)):
+        pass
+    assert ended[0][1] == "done"
+
+
+def test_what_a_full_disk_has_taken_is_told_once_there_is_room_again(tmp_path):
+    descriptor = os.open("/dev/full", os.O_WRONLY)
+    stream = processes._open_output(descriptor, "strict")
+    print("lost", file=stream)
+    with (tmp_path / "out").open("w") as file:
+        os.dup2(file.fileno(), descriptor)
+        print("kept", file=stream)
+    assert (tmp_path / "out").read_text() == (
+        "\n---- output is missing here: [Errno 28] No space left on device ----\nkept\n"
+    )
+    os.close(descriptor)
 
 
 def test_who_does_not_end_in_time_is_killed(tmp_path, monkeypatch):

@@ -66,6 +66,34 @@ def test_a_forked_process_writes_though_the_lock_was_held(tmp_path: Path) -> Non
     assert len(read_log(tmp_path / "log")) == 1
 
 
+def test_a_log_that_is_removed_or_moved_is_begun_anew_by_all_who_write(tmp_path: Path) -> None:
+    path = tmp_path / "run" / "log"
+    path.parent.mkdir()
+    with EventLog(path, run="first", rank=0) as one, EventLog(path, run="first", rank=1) as other:
+        one.write(Warned(message="before"), step=1)
+        path.unlink()
+        other.write(Warned(message="after"), step=2)
+        one.write(Warned(message="too"), step=3)
+        assert [record.step for record in read_log(path)] == [2, 3], "a launcher reads there how workers have ended"
+        path.rename(tmp_path / "old")
+        one.write(Warned(message="again"), step=4)
+        assert [record.step for record in read_log(path)] == [4]
+        path.parent.rename(tmp_path / "moved")
+        one.write(Warned(message="moved"), step=5)
+        assert [record.step for record in read_log(tmp_path / "moved" / "log")] == [4, 5]
+        assert not one.num_lost
+
+
+def test_a_process_that_goes_to_another_folder_writes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "other").mkdir()
+    monkeypatch.chdir(tmp_path)
+    with EventLog("log", run="first", rank=0) as log:
+        monkeypatch.chdir(tmp_path / "other")
+        log.write(Warned(message="from there"), step=1)
+    assert len(read_log(tmp_path / "log")) == 1
+    assert not (tmp_path / "other" / "log").exists()
+
+
 def test_threads_share_a_log(tmp_path: Path) -> None:
     with EventLog(tmp_path / "log", run="first", rank=0) as log:
         threads = [

@@ -85,6 +85,19 @@ def test_following_reads_what_was_written_before_the_stop(tmp_path: Path) -> Non
         assert [record.step for record in records] == [2, 3]
 
 
+def test_following_goes_on_in_a_file_that_takes_the_place_of_the_first(tmp_path: Path) -> None:
+    stop = threading.Event()
+    with EventLog(tmp_path / "log", run="first", rank=0) as log:
+        records = follow(tmp_path / "log", stop, poll_s=0.005, offset=0)
+        log.write(make_step(1), step=1)
+        assert next(records).step == 1
+        log.write(make_step(2), step=2)
+        (tmp_path / "log").rename(tmp_path / "old")
+        log.write(make_step(3), step=3)
+        stop.set()
+        assert [record.step for record in records] == [2, 3]
+
+
 def test_following_nothing_ends_with_the_stop(tmp_path: Path) -> None:
     stop = threading.Event()
     stop.set()
@@ -210,3 +223,5 @@ def test_a_log_goes_on_after_its_last_step(tmp_path: Path, events: list[tuple[Ev
     with path.open("a") as file:
         file.write('{"kind": "step_fin')
     assert find_last_step(path) == step
+    path.unlink()
+    assert find_last_step(path) == -1, "who takes over the log goes on without one"

@@ -26,7 +26,7 @@ from typing import Any
 
 import warm
 from attacks import attack, come_back, damage, read_statuses
-from judging import Outcome, judge
+from judging import Outcome, is_finished, judge
 from links import train_on_hosts
 from scenarios import KINDS, OWN_PACE, RULES, SETTINGS, Scenario, draw_all
 from tables import tabulate
@@ -123,8 +123,9 @@ def _train(scenario: Scenario, folder: Path, outcome: Outcome, chance: random.Ra
         launcher.close()
     if not _may_resume(scenario, folder, code):
         return code
-    if scenario.detail:
+    if scenario.detail and not is_finished(folder):  # whose newest checkpoint nobody reads any more
         damage(folder / "run", scenario.detail, chance)
+        outcome.is_damaged = True
     return _resume(folder, outcome)
 
 

@@ -51,6 +51,8 @@ class Outcome:
     pauses_s: list[float] = field(default_factory=list)
     """Time from each fault to the next update."""
     wall_s: float = 0.0
+    is_damaged: bool = False
+    """Whether a checkpoint was damaged, from which the training goes on."""
 
 
 def judge(outcome: Outcome, folder: Path, straights: Sequence[Path]) -> None:
@@ -96,12 +98,16 @@ def _judge_log(outcome: Outcome, folder: Path) -> None:
         if outcome.scenario.name == name and outcome.num_struck and not select(records, kind):
             outcome.problems.append(f"nobody noticed the {name}")
 
-    is_damaged = outcome.scenario.name == "damaged checkpoint" and outcome.num_resumes
-    if is_damaged and " is skipped: " not in (folder / "output.txt").read_text(errors="replace"):
+    if outcome.is_damaged and " is skipped: " not in (folder / "output.txt").read_text(errors="replace"):
         outcome.problems.append("a damaged checkpoint was taken for a whole one")
     sizes = outcome.scenario.sizes
     if sizes and (not changes or changes[-1].event.num_workers != sizes[-1]):
         outcome.problems.append(f"workers must be {sizes[-1]} in the end, but were others")
+
+
+def is_finished(folder: Path) -> bool:
+    """Return whether the training in a folder has ended whole."""
+    return bool(select(read_log(folder / "run" / "events.jsonl"), RunFinished))
 
 
 def _judge_position(outcome: Outcome, folder: Path) -> None:

@@ -90,6 +90,15 @@ def _format_warning(
     return _format_with_line(message, category, filename, lineno, line)
 
 
+def _open_closed_streams() -> None:
+    """Open standard streams that were closed (``>&-``), or their numbers would be those of later files and sockets."""
+    for descriptor in range(3):
+        try:
+            os.fstat(descriptor)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # it takes the lowest number that is free
+
+
 def main() -> None:
     """Run the command line; an error of Paceline's is one message, and bad input is exit code 2.
 
@@ -98,6 +107,7 @@ def main() -> None:
     # Torch, which is imported afterwards, would print native stack traces wherever another process is lost, and warn of
     # addresses without names, which hosts of a netlab have.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    _open_closed_streams()
     warnings.formatwarning = _format_warning
     try:
         app()

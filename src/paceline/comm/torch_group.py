@@ -31,8 +31,8 @@ HOST_ADDRESS = "PACELINE_HOST_ADDRESS"
 _NEVER_SENT = MAX_TAG + 1
 """Tag that no message has."""
 _PROBE_INTERVAL_S = 1.0
-_BEGIN_S = 60.0
-"""Time, beyond that of an operation, in which ranks begin to connect: those that began earlier wait for them."""
+_LATER_S = 60.0
+"""Time by which a backend's own time-out is longer than that of an operation."""
 
 
 class TorchGroup(Group):
@@ -75,12 +75,11 @@ class TorchGroup(Group):
         self._on_cpu: TorchGroup | None = None
         self._senders: Channel | None = None
         self._paced: Channel | None = None
-        # gloo gives up after its own time-out without saying who was late: ours comes first.
-        begin_s = timeout_s + _BEGIN_S
-        backend_store = dist.PrefixStore("backend", store)
-        make = partial(_make_backend, backend_store, rank, size, device, timedelta(seconds=begin_s))
+        # A backend gives up after its own time-out without saying who was late: ours comes first.
+        backend_s, backend_store = timedelta(seconds=timeout_s + _LATER_S), dist.PrefixStore("backend", store)
+        make = partial(_make_backend, backend_store, rank, size, device, backend_s)
         others = [name for name in self.names if name != self.names[rank]]
-        self._backend: Any = make() if device.type != "cpu" else connect(make, store, epoch, others, begin_s)
+        self._backend: Any = make() if device.type != "cpu" else connect(make, store, epoch, others, timeout_s)
         self._verdict: Verdict | None = None
         self._board = HeartbeatBoard(dist.PrefixStore("board", store), rank, self.names, call_weakly(self._end_by))
         self._watchdog: Watchdog | None = None

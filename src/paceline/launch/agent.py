@@ -47,6 +47,7 @@ from paceline.launch.exit_codes import ExitCode
 from paceline.launch.signals import StopRequest
 from paceline.launch.worker import WorkerOptions, load_run, work_for_agent
 from paceline.launch.workforce import LocalWorkforce
+from paceline.monitor.growth import GrowingFile
 from paceline.training.run_file import RunFile
 
 _POLL_S, _BEAT_S = 0.05, 0.25
@@ -232,8 +233,8 @@ class _Service:
         self._store, self._workforce, self._offer = store, workforce, offer
         self._stop, self._notice_s, self._tell = stop, notice_s, tell
         self._launcher_timeout_s = launcher_timeout_s
-        self._log = directory / "events.jsonl"
-        self._read_bytes = self._log.stat().st_size  # what is there is of an earlier time
+        self._log = GrowingFile(directory / "events.jsonl")  # what is there is of an earlier time
+        workforce.tell_asked = lambda number: self._change(asked=number)  # told with the end of that one
         self._started: set[str] = set()
         self._killed: set[str] = set()
         self._num_signals = 0
@@ -349,13 +350,9 @@ class _Service:
 
     def _forward_log(self) -> None:
         """Send the lines that workers have written since the last time."""
-        with self._log.open("rb") as file:
-            file.seek(self._read_bytes)
-            while (end := (lines := file.read(_CHUNK_BYTES) + file.readline()).rfind(b"\n") + 1) > 0:
-                self._store.set(chunk_key(self._number, self._offer.num_chunks), lines[:end])
-                self._read_bytes += end
-                self._say(num_chunks=self._offer.num_chunks + 1)
-                file.seek(self._read_bytes)
+        for lines in self._log.read(_CHUNK_BYTES):
+            self._store.set(chunk_key(self._number, self._offer.num_chunks), lines)
+            self._say(num_chunks=self._offer.num_chunks + 1)
 
     def _say(self, **changes: object) -> None:
         self._said_s = time.monotonic()

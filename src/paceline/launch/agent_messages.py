@@ -66,6 +66,8 @@ class Offer(_Document):
     """Ends of its workers by name, also in words."""
     num_chunks: int = 0
     """Number of pieces of its workers' log that it has sent."""
+    asked: int = 0
+    """Signal that asked one of its workers, and so all, to stop, and ended that one; 0 if there was none."""
 
 
 @dataclass(frozen=True)

@@ -237,6 +237,8 @@ class SpreadWorkforce(Workforce):
         except messages.DocumentError as error:
             agent.fault = str(error)
             return
+        if offer.asked and not (agent.offer is not None and agent.offer.asked):
+            self._local.tell_asked(offer.asked)
         agent.offer, agent.seen_s = offer, now_s
         for name, (end, reason) in offer.ended.items():
             if name not in agent.told:

@@ -35,7 +35,7 @@ from paceline.launch.workforce import LocalWorkforce
 from paceline.monitor.events import Event, Failed, Restarted, Warned
 from paceline.monitor.live import LiveView
 from paceline.monitor.log import EventLog
-from paceline.monitor.reader import read_log, select
+from paceline.monitor.reader import Records, read_log, select
 from paceline.training.run_file import RunFile
 
 _Reader: TypeAlias = Callable[[Coordinator], list[Fact]]
@@ -86,7 +86,7 @@ def launch(
             min_workers=min_workers,
             num_spares=num_spares,
             max_restarts=max_restarts,
-            first_epoch=max((record.epoch for record in read_log(log_path)), default=-1) + 1,
+            first_epoch=max((record.epoch for record in _read(log_path)), default=-1) + 1,
         )
         if left is not None:
             settings = _take_settings(settings, left, directory)
@@ -185,7 +185,7 @@ def _supervise(
     outcomes: list[Outcome] = []
 
     def find_verdict(epoch: int) -> EndVerdict:
-        records = [record for record in read_log(log_path) if record.epoch >= epoch]
+        records = [record for record in _read(log_path) if record.epoch >= epoch]
         killed = list(supervisor.killed.values())
         outcomes.append(outcome := judge(records, local.ended, stop.number != 0, directory / "workers", killed))
         local.begin_again()
@@ -240,7 +240,7 @@ def _supervise(
             local.kill_all()
     epoch = supervisor.coordinator.epoch
     if supervisor.killed_at_stop:
-        words = describe_killed(supervisor.killed_at_stop, read_log(log_path), settings.first_epoch)
+        words = describe_killed(supervisor.killed_at_stop, _read(log_path), settings.first_epoch)
         _tell(directory, log_path, epoch, Warned(message=words))
     if supervisor.gave_up:
         failed = Failed(error="CommunicationError", message=supervisor.gave_up, traceback="")
@@ -248,7 +248,7 @@ def _supervise(
         return ExitCode.FAILED
     if outcomes and supervisor.has_verdict:
         return ExitCode.FAILED if outcomes[-1].mismatch else outcomes[-1].code
-    records = [record for record in read_log(log_path) if record.epoch >= epoch]
+    records = [record for record in _read(log_path) if record.epoch >= epoch]
     return judge(records, local.ended, stop.number != 0, directory / "workers").code
 
 
@@ -309,6 +309,11 @@ def _open_ways(
     return workforce, readers
 
 
+def _read(log_path: Path) -> Records:
+    """Return the records of the log; none where somebody has removed it, and nobody has written since."""
+    return read_log(log_path) if log_path.is_file() else Records()
+
+
 def _describe_end(stop: StopRequest) -> str:
     return f"{signal.Signals(stop.number).name} stopped the run" if stop.number else "the run is over"
 
@@ -325,7 +330,7 @@ def _find_most_workers(directory: Path, num_processes: int) -> tuple[int, str]:
 
 
 def _tell_restart(directory: Path, log_path: Path, epoch: int, reason: str) -> None:
-    number = len(select(read_log(log_path), Restarted)) + 1  # epochs count other changes too
+    number = len(select(_read(log_path), Restarted)) + 1  # epochs count other changes too
     _tell(directory, log_path, epoch, Restarted(attempt=number, reason=reason))
 
 

@@ -45,13 +45,17 @@ class LauncherPlace:
 
     def check(self) -> None:
         """Raise `ReplacedError` if another launcher has taken the place."""
-        if not self.is_held:
+        if self.is_held:
+            return
+        if not self._holds_lock:
             holder = ProcessRecord.load(self._path)
             name = f"process {holder.pid}" if holder is not None else "another process"
             raise ReplacedError(
                 f"a launcher must hold its run, but {name} has taken the place of this one, process {os.getpid()}, "
                 "which stood still; this one ends, and the workers train on with the other"
             )
+        with contextlib.suppress(OSError):  # a full disk, or somebody removed the folder: the lock is what counts
+            self._record.save(self._path)  # it was damaged
 
     def release(self) -> None:
         """Hold the place no longer."""
@@ -60,8 +64,17 @@ class LauncherPlace:
 
     @property
     def is_held(self) -> bool:
-        """Whether no other launcher has taken the place; one that has ended since has removed the file."""
+        """Whether the file says so; another launcher that has taken the place, and has ended since, has removed it."""
         return ProcessRecord.load(self._path) == self._record
+
+    @property
+    def _holds_lock(self) -> bool:
+        """Whether this process holds the run's lock, which another launcher takes before it writes the file."""
+        try:
+            holder = _HOLDER.fullmatch((self._path.parents[1] / ".lock").read_text(errors="replace"))
+        except OSError:
+            return False
+        return holder is not None and int(holder[1]) == os.getpid() and holder[2] == socket.gethostname()
 
 
 def end_replaced(error: ReplacedError) -> NoReturn:

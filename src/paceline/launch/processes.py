@@ -199,10 +199,32 @@ def prepare_rank(environment: dict[str, str], output: Path | None = None) -> Non
         for descriptor, kind in ((1, "out"), (2, "err")):
             _redirect(descriptor, output / f"rank{environment['RANK']}.{kind}")
         faulthandler.enable()  # native code that aborts says where
-        if isinstance(sys.stdout, io.TextIOWrapper):
-            sys.stdout.reconfigure(line_buffering=True)  # to be read while it runs, and not lost with it
+        sys.stdout, sys.stderr = _open_output(1, "strict"), _open_output(2, "backslashreplace")
     os.environ.update(environment)
     unblock_signals()
+
+
+class _OutputFile(io.FileIO):
+    """Output of a worker: what a full disk has no room for is lost, and an error of nobody who prints."""
+
+    _lost: str = ""
+    """Reason why something is missing here; empty if nothing is."""
+
+    def write(self, data: Any, /) -> int | None:  # type: ignore[override]
+        try:
+            if self._lost:
+                super().write(f"\n---- output is missing here: {self._lost} ----\n".encode())
+                self._lost = ""
+            return super().write(data)
+        except OSError as error:
+            self._lost = str(error)
+            return memoryview(data).nbytes
+
+
+def _open_output(descriptor: int, errors: str) -> io.TextIOWrapper:
+    """Return a stream whose lines can be read while the process runs, and are not lost with it."""
+    buffer = io.BufferedWriter(_OutputFile(descriptor, "w", closefd=False))
+    return io.TextIOWrapper(buffer, encoding="utf-8", errors=errors, line_buffering=True)
 
 
 def _redirect(descriptor: int, path: Path) -> None:

@@ -16,6 +16,7 @@ from paceline.errors import SettingsError
 from paceline.functions import find_function
 from paceline.monitor.encoding import from_json
 from paceline.monitor.events import EventError, StepFinished
+from paceline.monitor.growth import GrowingFile
 
 _LEAST_STEPS = 3
 _STEP = b'{"kind":"step_finished"'
@@ -80,14 +81,13 @@ class PolicyCaller:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._scaling, self._policy = scaling, scaling.find_policy()
-        self._log, self._most_workers, self._warn, self._clock = log, most_workers, warn, clock
+        self._log, self._most_workers, self._warn, self._clock = GrowingFile(log), most_workers, warn, clock
         self._warned: set[str] = set()
         self._called_s = clock()
         self._thread: threading.Thread | None = None
         self._answer: int | BaseException | None = None
         self._asked_epoch = -1
         self._by_size: dict[int, float] = {}
-        self._read_bytes = log.stat().st_size if log.exists() else 0
 
     def read_facts(self, coordinator: Coordinator) -> list[Fact]:
         """Return what the policy wants since the last call, if it wants a change."""
@@ -137,16 +137,12 @@ class PolicyCaller:
     def _measure(self, epoch: int) -> float | None:
         """Return the throughput of the epoch since the last call; None if it has too few steps."""
         ours: list[tuple[float, int]] = []
-        with self._log.open("rb") as file:
-            file.seek(self._read_bytes)
-            for line in file:
-                if line.endswith(b"\n"):
-                    self._read_bytes += len(line)
-                    if line.startswith(_STEP):
-                        with contextlib.suppress(EventError):  # a full disk took a part of the line
-                            record = from_json(line.decode(errors="replace"))
-                            if record.epoch == epoch and isinstance(record.event, StepFinished):
-                                ours.append((record.time_s, record.event.position))  # all by the first worker's clock
+        for line in (line for piece in self._log.read() for line in piece.splitlines()):
+            if line.startswith(_STEP):
+                with contextlib.suppress(EventError):  # a full disk took a part of the line
+                    record = from_json(line.decode(errors="replace"))
+                    if record.epoch == epoch and isinstance(record.event, StepFinished):
+                        ours.append((record.time_s, record.event.position))  # all by the first worker's clock
         if len(ours) < _LEAST_STEPS or ours[-1][0] <= ours[0][0]:
             return None
         return float((ours[-1][1] - ours[0][1]) / (ours[-1][0] - ours[0][0]))

@@ -46,11 +46,11 @@ def judge(records: list[Record], ended: Ended, signalled: bool, output: Path, ki
         return Outcome(ExitCode.PREEMPTED)
     if select(records, BudgetSpent):
         return Outcome(ExitCode.BUDGET_SPENT)
+    if select(records, RunFinished):  # whatever became of a worker that was to join
+        return Outcome(ExitCode.FINISHED)
     final = [failure.event for failure in failures if failure.event.error not in _LOST_PEERS]
     if final:
         return Outcome(find_exit_code(getattr(paceline.errors, final[0].error, Exception)))
-    if select(records, RunFinished):
-        return Outcome(ExitCode.FINISHED)
     if signalled:  # before the first step there was nothing to save
         return Outcome(ExitCode.FAILED if last_step >= 0 else ExitCode.PREEMPTED)
     reason = "; ".join(dict.fromkeys(killed)) or _find_cause(failures, ended, output)

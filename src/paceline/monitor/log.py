@@ -15,6 +15,7 @@ from typing import Self
 
 from paceline.monitor.encoding import to_json
 from paceline.monitor.events import Event, EventError, Record, Warned
+from paceline.monitor.growth import lies_there
 
 
 class EventLog:
@@ -22,7 +23,7 @@ class EventLog:
 
     Each line is appended by a single write, under a lock on the file. A line that a killed writer left unfinished is
     ended first, so that the new one starts a line; without the lock, a line that is still being written looks the same.
-    A forked process has the log too, with its own lock.
+    A forked process has the log too, with its own lock. Where somebody removes or moves the file, a new one is begun.
 
     A full disk does not end the training: events that cannot be written are lost and counted in `num_lost`, one
     warning says so, and once writing works again the log itself says how many events are missing.
@@ -46,7 +47,7 @@ class EventLog:
         epoch: int = 0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.path = Path(path)
+        self.path = Path(path).absolute()  # whatever folder this process goes to
         self.run = run
         self.rank = rank
         self.epoch = epoch
@@ -121,6 +122,8 @@ class EventLog:
         return self._append_lines(fd, to_json(record).encode("ascii") + b"\n")
 
     def _append_lines(self, fd: int, lines: bytes) -> OSError | None:
+        if not lies_there(self.path, fd):
+            self._reopen(fd, os.O_CREAT)
         try:
             with _locked(fd):
                 if _ends_inside_a_line(fd):
@@ -134,10 +137,13 @@ class EventLog:
         """Reopen the file in a forked process, where the parent's lock is useless, and may be held for ever."""
         self._lock = threading.RLock()
         if self._fd is not None:
-            with contextlib.suppress(OSError):  # it was moved: the parent's descriptor is used
-                opened = os.open(self.path, os.O_RDWR | os.O_APPEND)
-                os.dup2(opened, self._fd, inheritable=False)
-                os.close(opened)
+            self._reopen(self._fd)
+
+    def _reopen(self, fd: int, flags: int = 0) -> None:
+        with contextlib.suppress(OSError):  # its folder was moved: the descriptor is used on
+            opened = os.open(self.path, os.O_RDWR | os.O_APPEND | flags, 0o666)
+            os.dup2(opened, fd, inheritable=False)
+            os.close(opened)
 
     def _count_lost(self, error: OSError, num_events: int = 1) -> None:
         is_first = not self.num_lost

@@ -44,6 +44,7 @@ from paceline.monitor.events import (
     UnusedParameters,
     Warned,
 )
+from paceline.monitor.growth import lies_there
 from paceline.monitor.pipeline import PipelineStep, find_pipeline_steps
 from paceline.monitor.timeline import TimedStep, find_timed_steps, typical_steps
 
@@ -88,28 +89,32 @@ def follow(
 
     Reading begins at byte `offset`, such as the size of a log whose earlier attempts do not matter, and ends
     once `stop` is set and everything written before is read. Lines that are not events are skipped
-    (`read_log` counts them). `on_pause` is called whenever the end of the file is reached.
+    (`read_log` counts them). `on_pause` is called whenever the end of the file is reached. Where another file takes
+    the place of the first one, reading goes on there.
     """
     path = Path(path)
-    while not path.is_file():
-        if stop.is_set():
-            return
-        stop.wait(poll_s)
-    with path.open("rb") as file:
-        file.seek(offset)
-        rest = b""
-        while True:
-            stopping = stop.is_set()  # before reading, so that the end of the file is not missed
-            for piece in file:
-                rest += piece
-                if rest.endswith(b"\n"):
-                    with contextlib.suppress(EventError):
-                        yield from _parse(rest)
-                    rest = b""
-            if stopping:
+    while True:
+        while not path.is_file():
+            if stop.is_set():
                 return
-            on_pause()
             stop.wait(poll_s)
+        with contextlib.suppress(FileNotFoundError), path.open("rb") as file:
+            file.seek(offset)
+            offset, rest, is_replaced = 0, b"", False
+            while not is_replaced:
+                # Before reading, so that the end of the file is not missed.
+                stopping, is_replaced = stop.is_set(), path.exists() and not lies_there(path, file.fileno())
+                for piece in file:
+                    rest += piece
+                    if rest.endswith(b"\n"):
+                        with contextlib.suppress(EventError):
+                            yield from _parse(rest)
+                        rest = b""
+                if stopping and not is_replaced:
+                    return
+                if not is_replaced:
+                    on_pause()
+                    stop.wait(poll_s)
 
 
 _TAIL_BYTES = 1 << 20
@@ -117,7 +122,8 @@ _TAIL_BYTES = 1 << 20
 
 def find_last_step(path: str | os.PathLike[str]) -> int:
     """Return the step after which the log at `path` goes on; -1 if no line of its last MiB says so."""
-    with Path(path).open("rb") as file:
+    lines: list[bytes] = []
+    with contextlib.suppress(FileNotFoundError), Path(path).open("rb") as file:  # somebody has removed it
         file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES))
         lines = file.read().splitlines()
     for line in reversed(lines):
