@@ -197,7 +197,7 @@ def _print(planned: "Planned") -> None:
 
     console = Console()
     if not console.is_terminal:
-        console.width = 200
+        console.width = 220
     for line in describe_choice(planned):
         typer.echo(line)
     typer.echo("\nwhat would change it, by time of a step:")
@@ -236,12 +236,15 @@ def _print(planned: "Planned") -> None:
 
 
 def _front_row(planned: "Planned", index: int) -> list[str]:
-    from paceline.monitor.formatting import number
+    from paceline.monitor.formatting import interval, number
 
-    step_s, money, energy_j, memory = planned.choice.objectives[index].tolist()
-    candidate = planned.choice.pool.needs[index].candidate
-    cells = [candidate.describe(), planned.problem.machines[candidate.machines].name, number(step_s)]
+    pool = planned.choice.pool
+    values, ends = planned.choice.objectives[index].tolist(), pool.intervals([index])[0].tolist()
+    step_s, money, energy_j, memory = ((value, *of_value) for value, of_value in zip(values, ends, strict=True))
+    candidate = pool.needs[index].candidate
+    cells = [candidate.describe(), planned.problem.machines[candidate.machines].name, interval(*step_s)]
     if planned.problem.has_prices:
-        cells.append(number(money * 3600 / step_s))
+        cells.append(number(money[0] * 3600 / step_s[0]))
+    energy = interval(*(value / 1e3 for value in energy_j)) if energy_j[0] else "?"
     marker = "* " if index == planned.choice.index else "  "
-    return [marker + cells[0], *cells[1:], number(energy_j / 1e3), f"{memory / 1e9:.3g}"]
+    return [marker + cells[0], *cells[1:], energy, interval(*(value / 1e9 for value in memory))]

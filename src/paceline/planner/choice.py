@@ -8,6 +8,7 @@ from types import MappingProxyType
 import numpy as np
 
 from paceline.errors import SettingsError
+from paceline.monitor.formatting import interval
 from paceline.planner.candidate import Candidate
 from paceline.planner.front import find_front
 from paceline.planner.pool import MEMORY_HIGH, OBJECTIVES, Needs, Pool
@@ -196,11 +197,11 @@ def _nothing_keeps(
     limits = _list_limits(problem)
     excess = np.max([objectives[allowed, column] / limit for limit, column in limits], axis=0)
     nearest = int(allowed[int(np.argmin(excess))])
-    steps = problem.num_steps or 1
-    time_s, money, energy_j, _ = objectives[nearest] * steps
-    words = [f"{time_s / 3600:.3g} h"]
-    words += [f"{money:.4g} in {problem.currency}"] if problem.has_prices else []
-    words += [f"{energy_j / 3.6e6:.3g} kWh"]
+    ends = np.concatenate([objectives[nearest][:, None], pool.intervals([nearest])[0]], axis=1)
+    time_s, money, energy_j, _ = (ends * (problem.num_steps or 1)).tolist()
+    words = [f"{interval(*(value / 3600 for value in time_s))} h"]
+    words += [f"{interval(*money)} in {problem.currency}"] if problem.has_prices else []
+    words += [f"{interval(*(value / 3.6e6 for value in energy_j))} kWh"]
     return SettingsError(
         f"nothing keeps the limits: the nearest takes {', '.join(words)}, {float(excess.min()):.3g} times what is "
         f"allowed: {pool.needs[nearest].candidate.describe()}; allow more, or offer other machines"
