@@ -135,7 +135,7 @@ def make_plan(
         for candidate in new:
             tried.add(candidate)
             if reason := trial(candidate):
-                refused |= _refuse_alike(pool, candidate, reason)
+                refused |= refuse_alike(pool, candidate, reason)
                 break  # others may not be shown any more
         if len(tried) > _MOST_TRIALS:
             first = next(iter(refused.values()), "")
@@ -159,7 +159,7 @@ def answer_candidate(choice: Choice, profile: Profile | None) -> dict[str, Any]:
     return answer if profile is None else apply_profile(answer, choice.needs.description.case, profile)
 
 
-def _refuse_alike(pool: Pool, candidate: Candidate, reason: str) -> dict[Candidate, str]:
+def refuse_alike(pool: Pool, candidate: Candidate, reason: str) -> dict[Candidate, str]:
     """Return a refused candidate, and all others that divide the model alike, and offload alike if it offloads."""
     key = _divide_model(candidate)
     alike = [one.candidate for one in pool.needs if _divide_model(one.candidate) == key]
