@@ -42,7 +42,7 @@ class Priced:
         money: Price of all.
         energy_j: Energy of all.
         runs: Times of each slot.
-        ratio: Its end to that of the best schedule: what is uncertain of both alike cancels.
+        ratio: Ratio of its end to that of the best schedule: what is uncertain of both alike cancels.
     """
 
     schedule: Schedule

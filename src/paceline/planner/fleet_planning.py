@@ -58,10 +58,10 @@ class FleetPlan:
 
     Args:
         machines: Machines of the fleet.
-        fleet: Its hosts and ranks.
+        fleet: Hosts and ranks of these.
         curves: Curve of each run.
         found: Best schedule, and whether it is proven to be.
-        by: What is least in it.
+        by: Measure that is least in it.
         best: The same with intervals.
         others: Simpler schedules by name; None where there are fewer ranks than such a one needs.
         plans: Plan of each run.
