@@ -52,6 +52,7 @@ NOT_RUN = {
             "paceline plan mine.py:run --cluster dgx_a100 --num_ranks 16 --within 8h",
             "paceline plan mine.py:run --cluster dgx_a100 --num_ranks 16 --price 40.9 --budget 50usd",
             "paceline plan mine.py:run --cluster dgx_a100 --num_ranks 16 --energy 20kWh",
+            "paceline plan mine.py:run other.py:run --cluster dgx_a100 --num_ranks 16",
         ),
         "the same",
     ),

@@ -159,7 +159,7 @@ def test_all_of_a_plan_is_in_its_document_and_in_words(problem):
     assert sum(document["choice"]["answer"]["terms"].values()) == pytest.approx(document["choice"]["step_s"])
     assert len(document["front"]) == len(planned.choice.front)
     assert all(one["step_s_low"] < one["step_s"] < one["step_s_high"] for one in document["front"])
-    assert document["choice"]["money"] is None
+    assert (document["choice"]["money"], document["choice"]["money_high"]) == (None, None)
     assert answer_rows([problem.row_of(planned.candidate)])["rows"][0]["step_s"] == pytest.approx(
         document["choice"]["step_s"]
     )

@@ -70,11 +70,62 @@ def test_a_limit_of_time_asks_for_the_cheapest_that_keeps_it_and_one_of_money_fo
     assert bounded.objectives[bounded.index, 1] * 1000 <= 1.1 * spent
 
 
+ENDS = ("", "_low", "_high")
+
+
+def test_money_energy_and_carbon_have_intervals_money_that_of_time_and_energy_a_wider_one():
+    problem = make_problem(make_machines(price=20.0), num_steps=1000, budget=1e6)
+    planned = make_plan(problem, posterior())
+    document = to_document(planned)
+    for one in (document["choice"], *document["front"]):
+        times, money, energy, carbon, memory = (
+            np.array([one[f"{name}{end}"] for end in ENDS])
+            for name in ("step_s", "money", "energy_j", "carbon_kg", "memory_bytes")
+        )
+        hours = times * one["num_hosts"] / 3600
+        np.testing.assert_allclose(money, 20 * hours)
+        np.testing.assert_allclose(carbon, [problem.site.carbon_kg(value) for value in energy])
+        assert energy[0] / energy[1] > times[0] / times[1] > 1.01
+        assert energy[2] / energy[0] == pytest.approx(energy[0] / energy[1])
+        assert memory[1] < memory[0] < memory[2]
+    words = "\n".join(describe_choice(planned))
+    answer = planned.answer
+    energy_kwh = [answer[f"energy_j{end}"] * 1000 / 3.6e6 for end in ENDS]
+    assert f"{energy_kwh[0]:.4g} ({energy_kwh[1]:.3g} to {energy_kwh[2]:.3g}) kWh" in words
+    hours = [answer[f"step_s{end}"] * 1000 / 3600 for end in ENDS]
+    assert f"({20 * hours[1]:.3g} to {20 * hours[2]:.3g}) in the price's currency" in words
+    assert "beyond" not in words
+
+
+@pytest.mark.parametrize("limit", ["within_s", "budget", "energy_j"])
+def test_a_plan_says_where_the_upper_end_of_an_interval_is_beyond_a_limit(limit):
+    machines = make_machines(price=20.0)
+    pool, least = price(make_problem(machines, num_steps=1000))
+    best = choose(pool, least)
+    estimate = dict(zip(("within_s", "budget", "energy_j"), 1000 * best.objectives[best.best, :3], strict=True))
+    problem = make_problem(machines, num_steps=1000, **{limit: 1.02 * estimate[limit]})
+    line = next(line for line in describe_choice(make_plan(problem, posterior())) if line.startswith("run of"))
+    assert "the upper end of its interval is beyond the " in line
+
+
+def test_hardware_that_no_row_knows_has_the_wide_interval_of_its_answer_on_the_front_too():
+    device = {"peak_flops": {"fp32": 2e13, "bf16": 3e14}, "memory_bytes": 8e10, "memory_speed": 2e12, "num_cores": 108}
+    planned = make_plan(make_problem(make_machines("switch", 4, device=device)), posterior())
+    document, answer = to_document(planned), planned.answer
+    assert answer["basis"] == "specification"
+    assert answer["step_s_high"] / answer["step_s"] > 1.4
+    for name in ("step_s", "energy_j"):
+        assert document["choice"][f"{name}_high"] == pytest.approx(answer[f"{name}_high"])
+
+
 @pytest.mark.parametrize(
     ("problem", "words"),
     [
         ({"memory_bytes": 1e9}, r"nothing fits: the nearest needs 3.* GB a rank .* of 1 GB on dgx_a100: 8 ranks"),
-        ({"within_s": 1.0}, r"nothing keeps the limits: the nearest takes .* h, .* kWh, .* times what is allowed"),
+        (
+            {"within_s": 1.0},
+            r"nothing keeps the limits: the nearest takes .* \(.* to .*\) h, .* \(.* to .*\) kWh, .* times what is",
+        ),
         ({"energy_j": 1.0}, r"nothing keeps the limits: .* kWh"),
     ],
 )

@@ -12,6 +12,7 @@ from paceline.planner import trace_workload
 from paceline.planner.scaling import predict_scaling
 from paceline.simulator.training.answers import find_posterior
 from paceline.topology import Cluster
+from paceline.topology.presets import DGXH100
 
 SETTINGS = [("model.width", "64"), ("model.num_layers", "2"), ("data.sequence_length", "64"), ("precision", "bf16")]
 
@@ -36,6 +37,12 @@ def test_time_is_that_of_one_rank_over_ranks_and_efficiency(shape):
         assert point.batch_per_rank * point.num_ranks == point.global_batch
         assert point.efficiency[1] < point.efficiency[0] < point.efficiency[2]
         assert point.step_s[1] < point.step_s[0] < point.step_s[2]
+        energy_j, low, high = point.energy_j
+        assert low < energy_j < high
+        watts = energy_j / point.time_s
+        device, host = DGXH100().device, DGXH100().host
+        idle = point.num_ranks * device.idle_w + point.num_hosts * host.idle_w
+        assert idle < watts < point.num_ranks * device.load_w + point.num_hosts * host.load_w
     weak, strong = ([point for point in scaling.points if point.way == way] for way in ("weak", "strong"))
     assert [point.global_batch for point in weak] == [64, 128, 256, 512, 2048]
     assert {point.global_batch for point in strong} == {64}

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 def plan(
     context: typer.Context,
-    recipe: options.Recipe = None,
+    recipes: options.Recipes = None,
     cluster: options.Cluster = None,
     num_ranks: options.NumRanks = None,
     model: options.Model = None,
@@ -42,41 +42,42 @@ def plan(
 
     All ways that `paceline train` would not refuse are priced: those that train the same model, and with --allow
     inexact also codecs and rules whose loss was measured.
-    Every setting of the recipe can be overridden, as for `paceline train`.
+    Every setting of the recipe can be overridden, as for `paceline train`. Several recipes share the ranks: each
+    holds some, or waits for others, by what all of them take.
 
     `paceline plan mine.py:run --cluster dgx_h100 --num_ranks 64 --within 8h`, then
     `paceline train mine.py:run --plan plan.json`. Without a recipe: `paceline plan --model '{"name": "decoder",
     "num_layers": 40, "width": 6144}' --cluster dgx_h100 --num_ranks 64 --global_batch 1024`.
     """
     from paceline.cli.overrides import parse_pairs
-    from paceline.planner.limits import list_machines, parse_budget, parse_energy, parse_time
-    from paceline.planner.problem import Limits
+    from paceline.planner.limits import list_machines
     from paceline.topology import Site
 
+    recipe = recipes[0] if recipes else None
     overrides = parse_pairs(context.args)
     site = Site(zone=zone)
-    money, currency = (None, "") if budget is None else parse_budget(budget)
-    limits = Limits(
-        None if within is None else parse_time(within),
-        money,
-        parse_energy(energy, carbon, site),
-        currency,
-    )
+    limits = _read_limits(within, budget, energy, carbon, site)
     profiled = None if profile is None else _read_profile(profile, recipe, cluster)
     clusters = _read_clusters(cluster) if profiled is None else [("the profiled machine", profiled.cluster)]
     _check_measure(measure, cluster, profiled)
     machines = list_machines(clusters, num_ranks, memory, price or [], prices, cap or ())
+    given = {"global_batch": global_batch, "num_steps": num_steps}
+    named = [(name, str(value)) for name, value in given.items() if value is not None]
+    if recipes is not None and len(recipes) > 1:
+        _check_several(model, profile, measure)
+        from paceline.cli.plan_fleet import plan_recipes
+
+        plan_recipes(
+            *(recipes, overrides + named, _read_row(row), machines, limits, site),
+            *(_read_measured(calibrate), allow is not None, out, json_file),
+        )
+        return
     if (recipe is None) == (model is None):
         found = "neither" if recipe is None else "both"
         raise SettingsError(f"either a recipe or --model must be given, but got {found}; give one")
     fields = _read_row(row)
     if recipe is None:
-        if overrides:
-            raise SettingsError(
-                f"overrides must be of a recipe, but got --{overrides[0][0]} with --model; put it into --model or --row"
-            )
-        if allow is not None or measure is not None:
-            raise SettingsError("--allow and --measure must go with a recipe, but got --model; leave them out")
+        _check_shape(overrides, allow, measure)
         assert model is not None
         planned = _plan_shape(
             _read_json(model, "--model"), fields, machines, global_batch, num_steps, limits, site, calibrate
@@ -85,14 +86,39 @@ def plan(
     else:
         from paceline.cli.plan_recipe import plan_recipe
 
-        given = {"global_batch": global_batch, "num_steps": num_steps}
-        overrides += [(name, str(value)) for name, value in given.items() if value is not None]
+        overrides += named
         measured = _read_measured(calibrate)
         recipe, planned, digest = plan_recipe(
             recipe, overrides, fields, machines, limits, site, measured, profiled, allow is not None, measure or 0
         )
     _print(planned)
     _write(planned, recipe, digest, out, json_file)
+
+
+def _read_limits(within: str | None, budget: str | None, energy: str | None, carbon: str | None, site: Any) -> Any:
+    from paceline.planner.limits import parse_budget, parse_energy, parse_time
+    from paceline.planner.problem import Limits
+
+    money, currency = (None, "") if budget is None else parse_budget(budget)
+    within_s = None if within is None else parse_time(within)
+    return Limits(within_s, money, parse_energy(energy, carbon, site), currency)
+
+
+def _check_shape(overrides: list[tuple[str, str]], allow: str | None, measure: int | None) -> None:
+    """Refuse what is of a recipe alone."""
+    if overrides:
+        raise SettingsError(
+            f"overrides must be of a recipe, but got --{overrides[0][0]} with --model; put it into --model or --row"
+        )
+    if allow is not None or measure is not None:
+        raise SettingsError("--allow and --measure must go with a recipe, but got --model; leave them out")
+
+
+def _check_several(model: str | None, profile: Path | None, measure: int | None) -> None:
+    """Refuse what is of one run alone."""
+    for name, value in (("--model", model), ("--profile", profile), ("--measure", measure)):
+        if value is not None:
+            raise SettingsError(f"{name} must be of one run, but got several recipes; leave it out, or plan one")
 
 
 def _plan_shape(
@@ -197,7 +223,7 @@ def _print(planned: "Planned") -> None:
 
     console = Console()
     if not console.is_terminal:
-        console.width = 200
+        console.width = 220
     for line in describe_choice(planned):
         typer.echo(line)
     typer.echo("\nwhat would change it, by time of a step:")
@@ -236,12 +262,15 @@ def _print(planned: "Planned") -> None:
 
 
 def _front_row(planned: "Planned", index: int) -> list[str]:
-    from paceline.monitor.formatting import number
+    from paceline.monitor.formatting import interval, number
 
-    step_s, money, energy_j, memory = planned.choice.objectives[index].tolist()
-    candidate = planned.choice.pool.needs[index].candidate
-    cells = [candidate.describe(), planned.problem.machines[candidate.machines].name, number(step_s)]
+    pool = planned.choice.pool
+    values, ends = planned.choice.objectives[index].tolist(), pool.intervals([index])[0].tolist()
+    step_s, money, energy_j, memory = ((value, *of_value) for value, of_value in zip(values, ends, strict=True))
+    candidate = pool.needs[index].candidate
+    cells = [candidate.describe(), planned.problem.machines[candidate.machines].name, interval(*step_s)]
     if planned.problem.has_prices:
-        cells.append(number(money * 3600 / step_s))
+        cells.append(number(money[0] * 3600 / step_s[0]))
+    energy = interval(*(value / 1e3 for value in energy_j)) if energy_j[0] else "?"
     marker = "* " if index == planned.choice.index else "  "
-    return [marker + cells[0], *cells[1:], number(energy_j / 1e3), f"{memory / 1e9:.3g}"]
+    return [marker + cells[0], *cells[1:], energy, interval(*(value / 1e9 for value in memory))]

@@ -5,8 +5,12 @@ from typing import Annotated, Literal
 
 import typer
 
-Recipe = Annotated[
-    str | None, typer.Argument(help="A recipe's name, or your own: file.py:function; none with --model.")
+Recipes = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="[RECIPE]...",
+        help="A recipe's name, or your own: file.py:function; several share the ranks; none with --model.",
+    ),
 ]
 Cluster = Annotated[
     list[str] | None,

@@ -1,7 +1,7 @@
 """The plan of a recipe: its model traced, its settings kept, and what is shown checked as training would check it."""
 
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -75,6 +75,61 @@ def plan_recipe(
     Raises:
         SettingsError: The recipe, its rule, or a setting cannot be planned; or nothing fits.
     """
+    prepared = prepare(recipe, overrides, fields, machines, limits, site, allows_inexact)
+    run, problem, trial = prepared.run, prepared.problem, prepared.trial
+    if profile is not None:
+        measured = [*measured, *list_profiled(problem, profile)]
+    planned = make_plan(problem, find_posterior(measured), trial, profile)
+    if num_measured:
+        measure = make_measure(prepared.recipe, overrides, run)
+        planned = measure_best(planned, num_measured, trial, measure, profile)
+    return prepared.recipe, planned, prepared.digest(planned.candidate)
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A recipe that is ready to be planned.
+
+    Args:
+        recipe: Whole path of it.
+        run: Run of it.
+        problem: Problem of planning it.
+        trial: Judgement of training itself on a candidate.
+    """
+
+    recipe: str
+    run: "Run"
+    problem: PlanProblem
+    trial: Trial
+
+    def digest(self, candidate: Candidate) -> str:
+        """Return the digest of what a plan leaves as it is."""
+        return fingerprint(apply_candidate(self.run, candidate))
+
+
+def prepare(
+    recipe: str,
+    overrides: list[tuple[str, str]],
+    fields: Mapping[str, Any],
+    machines: tuple[Machines, ...],
+    limits: Limits,
+    site: Site,
+    allows_inexact: bool,
+) -> Prepared:
+    """Return a recipe that is ready to be planned: its model is traced, and its settings are checked.
+
+    Args:
+        recipe: Name or path of it.
+        overrides: Settings of the command line.
+        fields: Fields of a row of the contract that are given beside the model.
+        machines: Machines on offer.
+        limits: Limits of the run.
+        site: Place of the machines.
+        allows_inexact: Whether ways that change what is learnt compete too.
+
+    Raises:
+        SettingsError: The recipe, its rule, or a setting cannot be planned.
+    """
     run = make_run(recipe, overrides)
     _check_rule(run)
     splits = run.open_data()
@@ -98,15 +153,7 @@ def plan_recipe(
     problem = PlanProblem(
         row, run.global_batch, machines, (run.precision,), num_steps, limits, site, inexact, has_blocks
     )
-    if profile is not None:
-        measured = [*measured, *list_profiled(problem, profile)]
-    trial = _make_trial(run, splits)
-    planned = make_plan(problem, find_posterior(measured), trial, profile)
-    if num_measured:
-        measure = make_measure(absolute_recipe(recipe), overrides, run)
-        planned = measure_best(planned, num_measured, trial, measure, profile)
-    chosen = apply_candidate(run, planned.candidate)
-    return absolute_recipe(recipe), planned, fingerprint(chosen)
+    return Prepared(absolute_recipe(recipe), run, problem, _make_trial(run, splits))
 
 
 def _list_inexact(run: "Run", module: nn.Module, num_steps: int) -> Inexact:

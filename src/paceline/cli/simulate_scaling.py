@@ -101,7 +101,7 @@ def _print(scaling: "RunScaling", title: str) -> None:
 
     console = Console()
     if not console.is_terminal:
-        console.width = 160
+        console.width = 200
     typer.echo(f"{title}: one rank alone takes T(1) = {duration(scaling.alone_s)} for {scaling.num_samples:,} samples")
     typer.echo("T(n) = T(1) / (n E(n)); in brackets 90 % intervals")
     for way, words in (("weak", "a worker keeps its samples"), ("strong", "the global batch stays")):
@@ -110,7 +110,9 @@ def _print(scaling: "RunScaling", title: str) -> None:
             continue
         typer.echo(f"\n{way} scaling, {words}:")
         table = Table(
-            "ranks", "hosts", "batch", "a rank", "step, s", "", "E(n)", "", "T(n)", "most of it", "GB", box=None
+            *("ranks", "hosts", "batch", "a rank", "step, s", "", "E(n)", "", "T(n)", "", "kWh", ""),
+            *("most of it", "GB", ""),
+            box=None,
         )
         for point in points:
             table.add_row(*_cells(point))
@@ -134,9 +136,13 @@ def _print(scaling: "RunScaling", title: str) -> None:
 
 def _cells(point: "ScalingPoint") -> tuple[str, ...]:
     from paceline.monitor.formatting import duration, number
+    from paceline.topology.site import J_PER_KWH
 
     step, low, high = point.step_s
     efficiency, least, most = point.efficiency
+    times = [duration(point.time_s * end / step) for end in (low, high)]
+    energy, *energies = (number(value / J_PER_KWH) for value in point.energy_j)
+    memory, memory_high = (f"{value / 1e9:.3g}" for value in point.memory_bytes)
     return (
         f"{point.num_ranks:,}",
         f"{point.num_hosts:,}",
@@ -147,8 +153,12 @@ def _cells(point: "ScalingPoint") -> tuple[str, ...]:
         f"{efficiency:.1%}",
         f"({least:.0%} to {most:.0%})",
         duration(point.time_s),
+        f"({' to '.join(times)})",
+        energy if point.energy_j[0] else "?",
+        f"({' to '.join(energies)})" if point.energy_j[0] else "",
         point.bound,
-        f"{point.memory_bytes[0] / 1e9:.1f}{'' if point.fits else '*'}",
+        f"{memory}{'' if point.fits else '*'}",
+        f"(up to {memory_high})",
     )
 
 

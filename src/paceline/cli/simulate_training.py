@@ -61,20 +61,31 @@ def _print(answers: list[dict[str, Any]]) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    from paceline.monitor.formatting import number
-
-    table = Table("row", "step, s", "90 %", "memory, GB", "energy, kJ", "most of it", "basis", "assumed", box=None)
+    table = Table(
+        "row", "step, s", "90 %", "memory, GB", "90 %", "energy, kJ", "90 %", "most of it", "basis", "assumed", box=None
+    )
     for answer in answers:
         if answer["error"] is None:
-            interval = f"{number(answer['step_s_low'])} to {number(answer['step_s_high'])}"
-            sizes = f"{answer['memory_bytes'] / 1e9:.1f}", f"{answer['energy_j'] / 1e3:.4g}"
+            numbers = [
+                cell
+                for name, unit in (("step_s", 1), ("memory_bytes", 1e9), ("energy_j", 1e3))
+                for cell in _interval(answer, name, unit)
+            ]
             share = f"{answer['bound']} {answer['terms'][answer['bound']] / answer['step_s']:.0%}"
             assumed = ", ".join(answer["assumed"]) or "-"
-            table.add_row(answer["id"], number(answer["step_s"]), interval, *sizes, share, answer["basis"], assumed)
+            table.add_row(answer["id"], *numbers, share, answer["basis"], assumed)
     console = Console()
     if not console.is_terminal:
-        console.width = 160
+        console.width = 180
     console.print(table, markup=False)
     for answer in answers:
         if answer["error"] is not None:
             typer.echo(f"{answer['id']} cannot be priced: {answer['error']}")
+
+
+def _interval(answer: dict[str, Any], name: str, unit: float) -> tuple[str, str]:
+    """Return a number of an answer, and its interval."""
+    from paceline.monitor.formatting import number
+
+    value, low, high = (number(answer[end] / unit) for end in (name, f"{name}_low", f"{name}_high"))
+    return value, f"{low} to {high}"

@@ -59,6 +59,15 @@ def number(value: float) -> str:
     return f"{value:.4g}"
 
 
+def interval(value: float, low: float, high: float) -> str:
+    """Return `value` with the ends of its interval: ``1.234 (1.05 to 1.45)``."""
+    return f"{number(value)} ({_brief(low)} to {_brief(high)})"
+
+
+def _brief(value: float) -> str:
+    return f"{value:,.0f}" if 1000 <= abs(value) < 1e9 else f"{value:.3g}"
+
+
 def share(value: float) -> str:
     """Return a fraction of one as percent."""
     return f"{100 * value:.{1 if abs(value) < 0.1 else 0}f}%" if math.isfinite(value) else "?"

@@ -8,6 +8,7 @@ from types import MappingProxyType
 import numpy as np
 
 from paceline.errors import SettingsError
+from paceline.monitor.formatting import interval
 from paceline.planner.candidate import Candidate
 from paceline.planner.front import find_front
 from paceline.planner.pool import MEMORY_HIGH, OBJECTIVES, Needs, Pool
@@ -83,20 +84,28 @@ class Choice:
         )
 
 
-def choose(pool: Pool, least: Needs | None, refused: Mapping[Candidate, str] = MappingProxyType({})) -> Choice:
+def choose(
+    pool: Pool,
+    least: Needs | None,
+    refused: Mapping[Candidate, str] = MappingProxyType({}),
+    most_ranks: int | None = None,
+) -> Choice:
     """Return the choice among candidates that fit and keep the limits.
 
     Args:
         pool: Candidates, priced.
         least: Candidate of all that needs least memory.
         refused: Candidates that training has turned out to refuse, with the reason.
+        most_ranks: Ranks that a candidate may have; None: as many as it has.
 
     Raises:
         SettingsError: None fits or keeps the limits; the message names the nearest.
     """
     problem = pool.problem
     allowed = pool.fits & np.array([one.candidate not in refused for one in pool.needs], dtype=bool)
-    if not allowed.any() and pool.fits.any():
+    if most_ranks is not None:
+        allowed &= np.array([one.candidate.division.num_ranks <= most_ranks for one in pool.needs], dtype=bool)
+    if not allowed.any() and pool.fits.any() and refused:
         reason = next(iter(refused.values()))
         raise SettingsError(f"nothing fits: training refuses all candidates that memory would hold: {reason}")
     if not allowed.any():
@@ -112,7 +121,7 @@ def choose(pool: Pool, least: Needs | None, refused: Mapping[Candidate, str] = M
     near = sorted(kept.tolist(), key=lambda one: abs(np.log(objectives[one, 0] / objectives[index, 0])))[:_MOST_TIES]
     ties = tuple(one for one in find_ties(pool, index, near) if one != index)
     best = int(kept[int(np.argmin(objectives[kept, _COLUMNS.index(by)]))])
-    is_unsure = bool(find_ties(pool, index, [best]))
+    is_unsure = index == best or bool(find_ties(pool, index, [best]))
     return Choice(pool, objectives, index, best, is_unsure, tuple(ordered), ties, by, refused, tuple(kept.tolist()))
 
 
@@ -126,7 +135,7 @@ def _find_plainest(pool: Pool, primary: Floats, kept: Integers) -> int:
         plainer = kept[[is_plain(pool.needs[one].candidate) for one in kept]]
         if len(plainer):
             plain = int(plainer[int(np.argmin(primary[plainer]))])
-            spread = float(pool.ratio_spreads([best, plain])[0, 1])
+            spread = 0.0 if plain == best else float(pool.ratio_spreads([best, plain])[0, 1])
             if log(primary[plain] / primary[best]) <= QUANTILE * spread:
                 best, kept = plain, plainer
     alike = kept[primary[kept] <= primary[best] * _ALIKE]
@@ -196,11 +205,11 @@ def _nothing_keeps(
     limits = _list_limits(problem)
     excess = np.max([objectives[allowed, column] / limit for limit, column in limits], axis=0)
     nearest = int(allowed[int(np.argmin(excess))])
-    steps = problem.num_steps or 1
-    time_s, money, energy_j, _ = objectives[nearest] * steps
-    words = [f"{time_s / 3600:.3g} h"]
-    words += [f"{money:.4g} in {problem.currency}"] if problem.has_prices else []
-    words += [f"{energy_j / 3.6e6:.3g} kWh"]
+    ends = np.concatenate([objectives[nearest][:, None], pool.intervals([nearest])[0]], axis=1)
+    time_s, money, energy_j, _ = (ends * (problem.num_steps or 1)).tolist()
+    words = [f"{interval(*(value / 3600 for value in time_s))} h"]
+    words += [f"{interval(*money)} in {problem.currency}"] if problem.has_prices else []
+    words += [f"{interval(*(value / 3.6e6 for value in energy_j))} kWh"]
     return SettingsError(
         f"nothing keeps the limits: the nearest takes {', '.join(words)}, {float(excess.min()):.3g} times what is "
         f"allowed: {pool.needs[nearest].candidate.describe()}; allow more, or offer other machines"

@@ -1,13 +1,13 @@
 """A plan made: candidates, memory, prices, choice, what training says of it, and reasons; as a document and words."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from math import ceil, exp
+from math import ceil
 from typing import Any
 
 from paceline.errors import SettingsError
-from paceline.monitor.formatting import duration
+from paceline.monitor.formatting import duration, interval, number
 from paceline.planner.candidate import Candidate
 from paceline.planner.choice import Choice, choose
 from paceline.planner.explain import (
@@ -20,7 +20,7 @@ from paceline.planner.explain import (
     list_what_ifs,
 )
 from paceline.planner.plan_file import Plan, PlannedMachines
-from paceline.planner.pool import Pool, make_pool
+from paceline.planner.pool import Needs, Pool, make_pool
 from paceline.planner.problem import PlanProblem
 from paceline.planner.space import Space, make_space
 from paceline.simulator.training.answers import answer_described
@@ -135,7 +135,7 @@ def make_plan(
         for candidate in new:
             tried.add(candidate)
             if reason := trial(candidate):
-                refused |= _refuse_alike(pool, candidate, reason)
+                refused |= refuse_alike(pool, candidate, reason)
                 break  # others may not be shown any more
         if len(tried) > _MOST_TRIALS:
             first = next(iter(refused.values()), "")
@@ -159,7 +159,7 @@ def answer_candidate(choice: Choice, profile: Profile | None) -> dict[str, Any]:
     return answer if profile is None else apply_profile(answer, choice.needs.description.case, profile)
 
 
-def _refuse_alike(pool: Pool, candidate: Candidate, reason: str) -> dict[Candidate, str]:
+def refuse_alike(pool: Pool, candidate: Candidate, reason: str) -> dict[Candidate, str]:
     """Return a refused candidate, and all others that divide the model alike, and offload alike if it offloads."""
     key = _divide_model(candidate)
     alike = [one.candidate for one in pool.needs if _divide_model(one.candidate) == key]
@@ -184,23 +184,16 @@ def _divide_model(candidate: Candidate) -> tuple[object, ...]:
 def to_document(planned: Planned) -> dict[str, Any]:
     """Return all of a plan as JSON."""
     choice = planned.choice
-    spreads = choice.pool.spreads(choice.front)
+    chosen, *front = _describe(planned, [choice.index, *choice.front])
     return {
         "version": 1,
         "choice": {
-            **_describe(planned, choice.index),
+            **chosen,
             "row": _write_row(planned),
             "answer": planned.answer,
         },
         "by": choice.by,
-        "front": [
-            {
-                **_describe(planned, one),
-                "step_s_low": float(_step_s(choice, one) * exp(-1.645 * spread)),
-                "step_s_high": float(_step_s(choice, one) * exp(1.645 * spread)),
-            }
-            for one, spread in zip(choice.front, spreads.tolist(), strict=True)
-        ],
+        "front": front,
         **_give_reasons(planned),
         "searched": {
             "candidates": len(planned.space.candidates),
@@ -210,10 +203,6 @@ def to_document(planned: Planned) -> dict[str, Any]:
             "took_s": planned.took_s,
         },
     }
-
-
-def _step_s(choice: Choice, index: int) -> float:
-    return float(choice.objectives[index, 0]) / choice.pool.needs[index].candidate.steps_factor
 
 
 def _write_row(planned: Planned) -> dict[str, Any] | None:
@@ -252,12 +241,23 @@ def _give_reasons(planned: Planned) -> dict[str, Any]:
     }
 
 
-def _describe(planned: Planned, index: int) -> dict[str, Any]:
-    needs = planned.choice.pool.needs[index]
-    way, steps_factor = needs.candidate.way, needs.candidate.steps_factor
-    *of_progress, memory = planned.choice.objectives[index].tolist()
-    step_s, money, energy_j = (value / steps_factor for value in of_progress)
-    machines = planned.problem.machines[needs.candidate.machines]
+def _describe(planned: Planned, chosen: Sequence[int]) -> list[dict[str, Any]]:
+    pool = planned.choice.pool
+    ends = pool.intervals(chosen).tolist()
+    return [
+        _describe_one(planned, pool.needs[index], planned.choice.objectives[index].tolist(), of_one)
+        for index, of_one in zip(chosen, ends, strict=True)
+    ]
+
+
+def _describe_one(
+    planned: Planned, needs: Needs, objectives: list[float], ends: list[tuple[float, float]]
+) -> dict[str, Any]:
+    problem, way, steps_factor = planned.problem, needs.candidate.way, needs.candidate.steps_factor
+    *of_progress, memory = ((value, *of_value) for value, of_value in zip(objectives, ends, strict=True))
+    step_s, money, energy_j = ([value / steps_factor for value in values] for values in of_progress)
+    carbon_kg = [problem.site.carbon_kg(value) for value in energy_j]
+    machines = problem.machines[needs.candidate.machines]
     return {
         "plan": needs.candidate.describe(),
         "cluster": machines.name,
@@ -266,12 +266,17 @@ def _describe(planned: Planned, index: int) -> dict[str, Any]:
         "overrides": needs.candidate.list_overrides(),
         "steps_factor": steps_factor,
         "steps_basis": None if way is None else way.describe_factor(),
-        "step_s": step_s,
-        "money": money if planned.problem.has_prices else None,
-        "energy_j": energy_j or None,
-        "carbon_kg": planned.problem.site.carbon_kg(energy_j) or None,
-        "memory_bytes": memory,
+        **_name("step_s", step_s),
+        **_name("money", money if problem.has_prices else [None] * 3),
+        **_name("energy_j", [value or None for value in energy_j]),
+        **_name("carbon_kg", [value or None for value in carbon_kg]),
+        **_name("memory_bytes", memory),
     }
+
+
+def _name(name: str, values: Sequence[float | None]) -> dict[str, float | None]:
+    """Return a number and the ends of its interval, by name."""
+    return dict(zip((name, f"{name}_low", f"{name}_high"), values, strict=True))
 
 
 def to_plan(planned: Planned, recipe: str | None, digest: str) -> Plan:
@@ -309,7 +314,7 @@ def describe_choice(planned: Planned) -> list[str]:
     lines = [
         f"plan: {planned.candidate.describe()} on {machines.name}",
         f"step: {step_s:.4g} s ({answer['step_s_low']:.4g} to {answer['step_s_high']:.4g}), "
-        f"{planned.problem.global_batch / step_s:.4g} samples/s; {_energy(answer['energy_j'])}",
+        f"{planned.problem.global_batch / step_s:.4g} samples/s; {_energy(answer)}",
         f"memory of a rank: {memory_bytes / 1e9:.3g} GB (up to {answer['memory_bytes_high'] / 1e9:.3g}) of "
         f"{available / 1e9:.3g} GB",
         f"bound by {describe_term(bound)}, {terms[bound] / step_s:.0%} of the step; then "
@@ -339,21 +344,35 @@ def describe_choice(planned: Planned) -> list[str]:
 
 
 def _describe_run(planned: Planned, num_steps: int) -> str:
-    step_s, high, energy_j = (planned.answer[name] * num_steps for name in ("step_s", "step_s_high", "energy_j"))
-    words = f"run of {num_steps:,} steps: {duration(step_s)} (up to {duration(high)})"
-    if energy_j:
-        words += f", {energy_j / 3.6e6:.4g} kWh, {planned.problem.site.carbon_kg(energy_j):.3g} kgCO2e"
-    if planned.problem.has_prices:
-        predicted_s, money = planned.choice.objectives[planned.choice.index, :2].tolist()
-        words += f", {money / predicted_s * step_s:,.4g} in {planned.problem.currency}"
-    within_s = planned.problem.limits.within_s
-    if within_s is not None and high > within_s:
-        words += f"; the upper end of its interval is beyond the {duration(within_s)} that are allowed"
+    problem = planned.problem
+    time_s, energy_j = (_times(planned.answer, name, num_steps) for name in ("step_s", "energy_j"))
+    money = [value * planned.choice.pool.price_per_hour(planned.choice.needs) / 3600 for value in time_s]
+    words = f"run of {num_steps:,} steps: {duration(time_s[0])} ({' to '.join(map(duration, time_s[1:]))})"
+    if energy_j[0]:
+        words += f"; {interval(*(value / 3.6e6 for value in energy_j))} kWh"
+        words += f"; {interval(*map(problem.site.carbon_kg, energy_j))} kgCO2e"
+    if problem.has_prices:
+        words += f"; {interval(*money)} in {problem.currency}"
+    limits = problem.limits
+    for high, limit, allowed in (
+        (time_s[2], limits.within_s, duration),
+        (money[2], limits.budget, lambda value: f"{number(value)} in {problem.currency}"),
+        (energy_j[2], limits.energy_j, lambda value: f"{number(value / 3.6e6)} kWh"),
+    ):
+        if limit is not None and high > limit:
+            words += f"; the upper end of its interval is beyond the {allowed(limit)} that are allowed"
     return words
 
 
-def _energy(energy_j: float) -> str:
-    return f"{energy_j / 1e3:.4g} kJ of all hosts" if energy_j else "energy unknown, as the power of the machines is"
+def _times(answer: dict[str, Any], name: str, factor: float) -> list[float]:
+    """Return a number of an answer and the ends of its interval, multiplied."""
+    return [answer[end] * factor for end in (name, f"{name}_low", f"{name}_high")]
+
+
+def _energy(answer: dict[str, Any]) -> str:
+    if not answer["energy_j"]:
+        return "energy unknown, as the power of the machines is"
+    return f"{interval(*_times(answer, 'energy_j', 1e-3))} kJ of all hosts"
 
 
 def describe_what_if(one: WhatIf, chosen: Candidate) -> str:

@@ -9,17 +9,19 @@ import numpy as np
 
 from paceline.planner.candidate import Candidate
 from paceline.planner.problem import PlanProblem
-from paceline.simulator.training.answers import MEMORY_ROW_SPREAD, QUANTILE
+from paceline.simulator.training.answers import MEMORY_ROW_SPREAD, QUANTILE, widen_unknown
 from paceline.simulator.training.batch import StepBatch, make_batch
 from paceline.simulator.training.description import Description, describe
-from paceline.simulator.training.energy import WORKING, estimate_energy_j
+from paceline.simulator.training.energy import WORKING, estimate_energy_j, widen_by_power
 from paceline.simulator.training.fit import Posterior
 from paceline.simulator.training.likeness import Features
 from paceline.simulator.training.memory import LOG_SPREAD, estimate_memory
 from paceline.simulator.training.price import TERMS
 from paceline.topology.cluster import Floats
 
-MEMORY_HIGH = exp(QUANTILE * hypot(LOG_SPREAD, MEMORY_ROW_SPREAD))
+MEMORY_SPREAD = hypot(LOG_SPREAD, MEMORY_ROW_SPREAD)
+"""Standard deviation of the logarithm of memory."""
+MEMORY_HIGH = exp(QUANTILE * MEMORY_SPREAD)
 """Factor on estimated memory that one of twenty steps needs more than: what has to fit."""
 MORE_MEMORY = 1.25
 """Factor on the memory of a rank up to which candidates that do not fit are priced: they show what more would buy."""
@@ -110,11 +112,12 @@ class Pool:
         cases = [one.description.case for one in self.needs]
         pairs = zip(cases, step_s.tolist(), busy.tolist(), strict=True)
         energy = [estimate_energy_j(case, seconds, share) for case, seconds, share in pairs]
-        hourly = [self._price_per_hour(one) for one in self.needs]
+        hourly = [self.price_per_hour(one) for one in self.needs]
         memory = [one.memory_bytes for one in self.needs]
         return np.stack([step_s, step_s * np.array(hourly) / 3600, np.array(energy), np.array(memory)], axis=1)
 
-    def _price_per_hour(self, needs: Needs) -> float:
+    def price_per_hour(self, needs: Needs) -> float:
+        """Return the price of the hosts of a candidate for an hour; 0 if prices are not known."""
         price = self.problem.machines[needs.candidate.machines].price_per_hour
         return needs.description.case.num_hosts * price if self.problem.has_prices and price is not None else 0.0
 
@@ -128,8 +131,24 @@ class Pool:
     def spreads(self, chosen: Sequence[int]) -> Floats:
         """Return the standard deviation of the logarithm of some of `step_s`."""
         part = self.take(chosen)
-        steps = np.array([0.0 if one.candidate.way is None else one.candidate.way.log_spread for one in part.needs])
-        return np.asarray(np.hypot(part.posterior.predict(part.batch, part.features).log_spreads, steps))
+        of_steps = part.posterior.predict(part.batch, part.features).log_spreads.tolist()
+        of_ways = (0.0 if one.candidate.way is None else one.candidate.way.log_spread for one in part.needs)
+        return np.array(
+            [
+                hypot(widen_unknown(spread, needs.description.case, self.posterior), of_way)
+                for spread, of_way, needs in zip(of_steps, of_ways, part.needs, strict=True)
+            ]
+        )
+
+    def intervals(self, chosen: Sequence[int]) -> Floats:
+        """Return the ends of the 90 % intervals of `objectives` of some, shape (chosen, 4, 2)."""
+        spreads = [
+            (spread, spread, widen_by_power(self.needs[one].description.case, spread), MEMORY_SPREAD)
+            for one, spread in zip(chosen, self.spreads(chosen).tolist(), strict=True)
+        ]
+        width = np.exp(QUANTILE * np.array(spreads).reshape(-1, 4))
+        values = self.objectives()[list(chosen)]
+        return np.stack([values / width, values * width], axis=2)
 
     def ratio_spreads(self, chosen: Sequence[int]) -> Floats:
         """Return the standard deviation of the logarithm of the ratio of steps of some, each with each.

@@ -1,6 +1,6 @@
 """A run on more and more ranks, predicted: T(n) = T(1) / (n E(n)), as its batch grows with them and as it does not."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import exp
 from typing import Literal
@@ -41,6 +41,7 @@ class ScalingPoint:
         batch_per_rank: Samples of a step for each rank.
         step_s: Seconds of a step, with the ends of its 90 % interval.
         time_s: Seconds of as many samples as the run has: T(n).
+        energy_j: Energy of all hosts for these, with the ends of its 90 % interval; 0 where their power is not known.
         efficiency: E(n), with the ends of its 90 % interval: what is uncertain of one rank and of many alike cancels.
         bound: Largest term of a step.
         memory_bytes: Memory of the fullest rank, and its upper end.
@@ -56,6 +57,7 @@ class ScalingPoint:
     batch_per_rank: float
     step_s: tuple[float, float, float]
     time_s: float
+    energy_j: tuple[float, float, float]
     efficiency: tuple[float, float, float]
     bound: str
     memory_bytes: tuple[float, float]
@@ -147,8 +149,9 @@ def predict_scaling(
                 num_hosts=case.num_hosts,
                 global_batch=samples,
                 batch_per_rank=samples / number,
-                step_s=(answer["step_s"], answer["step_s_low"], answer["step_s_high"]),
+                step_s=_with_ends(answer, "step_s", 1.0),
                 time_s=num_samples / samples * answer["step_s"],
+                energy_j=_with_ends(answer, "energy_j", num_samples / samples),
                 efficiency=(efficiency, efficiency / width, efficiency * width),
                 bound=answer["bound"],
                 memory_bytes=(answer["memory_bytes"], high),
@@ -158,6 +161,11 @@ def predict_scaling(
             )
         )
     return RunScaling(num_samples, num_samples / rate, tuple(points), refusals)
+
+
+def _with_ends(answer: Mapping[str, float], name: str, factor: float) -> tuple[float, float, float]:
+    """Return a number of an answer and the ends of its interval, multiplied."""
+    return answer[name] * factor, answer[f"{name}_low"] * factor, answer[f"{name}_high"] * factor
 
 
 def _check(run: Run) -> None:

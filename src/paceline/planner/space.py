@@ -1,6 +1,6 @@
 """All ways to train that a plan chooses among: exact ones that `train` does not refuse."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -102,17 +102,25 @@ class Legality:
         return ""
 
 
-def make_space(problem: PlanProblem, most: int = MOST_CANDIDATES) -> Space:
-    """Return the candidates of a problem: on all ranks, on half of them, and so on while there are few enough."""
+def make_space(problem: PlanProblem, most: int = MOST_CANDIDATES, num_ranks: Sequence[int] | None = None) -> Space:
+    """Return the candidates of a problem: on all ranks, on half of them, and so on while there are few enough.
+
+    Args:
+        problem: The problem.
+        most: Candidates from which on fewer ranks than so far are left out.
+        num_ranks: Numbers of ranks in place of all and halves, the most first.
+    """
     legality = Legality(problem)
     found: list[Candidate] = []
     num_refused, left_out = 0, ""
     for index, machines in enumerate(problem.machines):
-        for num_ranks in _list_ranks(machines.num_ranks, machines.cluster.paths.devices_per_host):
+        last = machines.num_ranks
+        for number in num_ranks or _list_ranks(machines.num_ranks, machines.cluster.paths.devices_per_host):
             if len(found) > most * (index + 1) / len(problem.machines):
-                left_out = f"fewer than {2 * num_ranks} ranks of {machines.name}"
+                left_out = f"fewer than {last} ranks of {machines.name}"
                 break
-            for candidate in _list_candidates(problem, index, num_ranks):
+            last = number
+            for candidate in _list_candidates(problem, index, number):
                 if legality.find_refusal(candidate):
                     num_refused += 1
                 else:

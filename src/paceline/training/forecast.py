@@ -40,6 +40,10 @@ class Forecast(Settings):
     """Memory that one of twenty is above."""
     energy_j: float = Field(ge=0)
     """Energy of all hosts."""
+    energy_j_low: float = Field(default=0.0, ge=0)
+    """Energy that one of twenty is below; 0 in plans of before it was known."""
+    energy_j_high: float = Field(default=0.0, ge=0)
+    """Energy that one of twenty is above; 0 in plans of before it was known."""
     terms: dict[str, float] = Field(default={})
     """Times that add up to the step."""
     basis: str = ""

@@ -11,7 +11,7 @@ from paceline.cli.simulate_training import simulate_training
 from paceline.errors import SettingsError
 from paceline.simulator.training import answer_rows
 
-NUMBERS = ("step_s", "step_s_low", "step_s_high", "memory_bytes", "memory_bytes_low", "memory_bytes_high", "energy_j")
+NUMBERS = [f"{name}{end}" for name in ("step_s", "memory_bytes", "energy_j") for end in ("", "_low", "_high")]
 
 
 def test_an_answer_has_every_field_of_the_contract_and_its_terms_add_up():
@@ -21,6 +21,9 @@ def test_an_answer_has_every_field_of_the_contract_and_its_terms_add_up():
     assert found["bound"] == max(found["terms"], key=found["terms"].get)
     assert found["step_s_low"] < found["step_s"] < found["step_s_high"]
     assert found["memory_bytes_low"] < found["memory_bytes"] < found["memory_bytes_high"]
+    # Power is less sure than time alone.
+    assert found["energy_j_high"] / found["energy_j"] > found["step_s_high"] / found["step_s"]
+    assert found["energy_j"] / found["energy_j_low"] == pytest.approx(found["energy_j_high"] / found["energy_j"])
     assert (found["error"], found["basis"], found["assumed"]) == (None, "published", [])
     json.dumps(found)
 

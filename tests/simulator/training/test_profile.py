@@ -115,6 +115,7 @@ def test_rows_of_the_profiled_model_have_its_times_and_others_have_not():
     assert own["step_s"] == pytest.approx(sum(profile.predict(8, 2).values()))
     assert sum(own["terms"].values()) == pytest.approx(own["step_s"])
     assert own["step_s_low"] < own["step_s"] < own["step_s_high"]
+    assert own["energy_j_high"] / own["energy_j"] > own["step_s_high"] / own["step_s"] > 1
     assert (own["basis"], own["bound"]) == ("profile", "backward")
     assert all(answer["basis"] != "profile" for answer in answers[1:])
 

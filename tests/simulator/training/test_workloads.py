@@ -1,9 +1,16 @@
 """Counted flops, parameters and bytes against formulas that others have printed."""
 
+import csv
+from importlib.resources import files
+from math import exp
+
 import pytest
 from steps import ROW, answer, change, describe_row
 
-from paceline.simulator.training import estimate_memory
+from paceline.simulator.training import estimate_memory, make_case
+from paceline.simulator.training.answers import QUANTILE
+from paceline.simulator.training.contract import read_row
+from paceline.simulator.training.energy import widen_by_power
 from paceline.simulator.training.exchanges import Axis
 
 
@@ -109,3 +116,28 @@ def test_energy_is_idle_power_of_all_hosts_and_the_rest_while_they_compute():
     idle = found["step_s"] * (16 * device.idle_w + 2 * host.idle_w)
     load = found["step_s"] * (16 * device.load_w + 2 * host.load_w)
     assert idle < found["energy_j"] < load
+
+
+POWER = [
+    ("P239", {"name": "bert", "num_layers": 24, "width": 1024, "num_heads": 16, "vocabulary": 30522}, 8, 768),
+    ("P240", {"name": "resnet", "depth": 50, "num_classes": 1000}, 8, 3200),
+    ("P242", {"name": "resnet", "depth": 50, "num_classes": 1000}, 64, 3200),
+]
+
+
+@pytest.mark.parametrize(("number", "model", "num_ranks", "batch"), POWER)
+def test_published_power_of_hosts_which_nothing_is_fitted_to_is_in_the_interval(number, model, num_ranks, batch):
+    """Mean power is energy over time: what is uncertain of the time is not of it, so that the interval is narrower."""
+    text = (files("paceline.simulator.training") / "published" / "measurements.csv").read_text().splitlines()
+    published = next(row for row in csv.DictReader(text) if row["row"] == number)
+    assert (published["family"], published["gpus"], published["unit"]) == ("power", str(num_ranks), "W/node")
+    row = {
+        "id": number, "model": model, "num_ranks": num_ranks, "global_batch": batch, "micro_batch": batch / num_ranks,
+        "device": "h100_80gb", "cluster": {"name": "dgx_h100"}, "precision": "fp16", "attention": "fused",
+        "is_compiled": True,
+    }  # fmt: skip
+    case = make_case(read_row(row, "row"))
+    found = answer(row)
+    watts = found["energy_j"] / found["step_s"] / case.num_hosts
+    width = exp(QUANTILE * widen_by_power(case, 0.0))
+    assert watts / width < float(published["measured_value"]) < watts * width

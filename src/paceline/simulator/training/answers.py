@@ -1,7 +1,7 @@
 """Answers to rows of the contract: time, memory and energy of a step with intervals, terms, bound and assumptions."""
 
 from collections.abc import Sequence
-from math import exp
+from math import exp, hypot
 from typing import Any
 
 import numpy as np
@@ -9,10 +9,10 @@ import numpy as np
 from paceline.errors import PacelineError, SettingsError
 from paceline.simulator.training.batch import make_batch
 from paceline.simulator.training.calibration import load_posterior, select_measured
-from paceline.simulator.training.case import explain_refusal, make_case
+from paceline.simulator.training.case import StepCase, explain_refusal, make_case
 from paceline.simulator.training.contract import VERSION, Row
 from paceline.simulator.training.description import Description, describe
-from paceline.simulator.training.energy import WORKING, estimate_energy_j
+from paceline.simulator.training.energy import WORKING, estimate_energy_j, widen_by_power
 from paceline.simulator.training.fit import Posterior
 from paceline.simulator.training.likeness import Features
 from paceline.simulator.training.memory import LOG_SPREAD, estimate_memory
@@ -104,35 +104,40 @@ def answer_described(
     prediction = posterior.predict(batch, Features(descriptions))
     is_corrected = posterior.case is not None
     return [
-        _answer(description, prediction.terms[number], float(prediction.log_spreads[number]), memory, is_corrected)
-        for number, description in enumerate(descriptions)
+        _answer(description, terms, widen_unknown(float(log_spread), description.case, posterior), memory, is_corrected)
+        for description, terms, log_spread in zip(descriptions, prediction.terms, prediction.log_spreads, strict=True)
     ]
+
+
+def widen_unknown(log_spread: float, case: StepCase, posterior: Posterior) -> float:
+    """Return the spread of a step, wider on hardware that neither shipped rows nor rows of the case at hand know."""
+    is_known = case.device.generation in GENERATIONS or posterior.case is not None
+    return log_spread if is_known else hypot(log_spread, _UNKNOWN_SPREAD)
+
+
+def with_interval(name: str, value: float, log_spread: float) -> dict[str, float]:
+    """Return a number and the ends of its 90 % interval, by name."""
+    width = exp(QUANTILE * log_spread)
+    return {name: value, f"{name}_low": value / width, f"{name}_high": value * width}
 
 
 def _answer(
     description: Description, terms: Floats, log_spread: float, memory: tuple[float, float], is_corrected: bool
 ) -> dict[str, Any]:
     case = description.case
-    is_known = case.device.generation in GENERATIONS
-    spread = log_spread if is_known or is_corrected else float(np.hypot(log_spread, _UNKNOWN_SPREAD))
     step_s = float(terms.sum())
     by_name = {name: float(seconds) for name, seconds in zip(TERMS, terms, strict=True) if seconds > 0}
     busy = sum(seconds for name, seconds in by_name.items() if name in WORKING) / step_s
     memory_bytes = estimate_memory(description).total_bytes * exp(memory[0])
-    low, high = exp(-QUANTILE * spread), exp(QUANTILE * spread)
-    memory_width = exp(QUANTILE * memory[1])
+    basis = "calibrated" if is_corrected else "published" if case.device.generation in GENERATIONS else "specification"
     return {
         "id": case.row.id,
-        "step_s": step_s,
-        "step_s_low": step_s * low,
-        "step_s_high": step_s * high,
-        "memory_bytes": memory_bytes,
-        "memory_bytes_low": memory_bytes / memory_width,
-        "memory_bytes_high": memory_bytes * memory_width,
-        "energy_j": estimate_energy_j(case, step_s, busy),
+        **with_interval("step_s", step_s, log_spread),
+        **with_interval("memory_bytes", memory_bytes, memory[1]),
+        **with_interval("energy_j", estimate_energy_j(case, step_s, busy), widen_by_power(case, log_spread)),
         "terms": by_name,
         "bound": max(by_name, key=lambda name: by_name[name]),
-        "basis": "calibrated" if is_corrected else "published" if is_known else "specification",
+        "basis": basis,
         "assumed": list(case.assumed),
         "error": None,
     }

@@ -1,13 +1,12 @@
 """Answers that a profile gives, where it is of the row's own model."""
 
 from collections.abc import Sequence
-from math import exp
 from typing import Any
 
-from paceline.simulator.training.answers import QUANTILE, answer_rows
+from paceline.simulator.training.answers import answer_rows, with_interval
 from paceline.simulator.training.case import StepCase, make_case
 from paceline.simulator.training.contract import Row
-from paceline.simulator.training.energy import estimate_energy_j
+from paceline.simulator.training.energy import estimate_energy_j, widen_by_power
 from paceline.simulator.training.exchanges import USUAL
 from paceline.simulator.training.profile import Profile, spread_of
 from paceline.simulator.training.traced_shape import TracedShape
@@ -52,14 +51,13 @@ def apply_profile(answer: dict[str, Any], case: StepCase, profile: Profile) -> d
     number = case.num_micro_batches
     terms = profile.predict(case.samples * number, case.num_workers, number)
     step_s = sum(terms.values())
-    width = exp(QUANTILE * spread_of(profile, case.num_workers))
+    log_spread = spread_of(profile, case.num_workers)
+    energy_j = estimate_energy_j(case, step_s, 1.0 - terms.get("data", 0.0) / step_s)
     others = ["computing of other numbers of workers"] if case.num_workers != profile.num_workers else []
     return {
         **answer,
-        "step_s": step_s,
-        "step_s_low": step_s / width,
-        "step_s_high": step_s * width,
-        "energy_j": estimate_energy_j(case, step_s, 1.0 - terms.get("data", 0.0) / step_s),
+        **with_interval("step_s", step_s, log_spread),
+        **with_interval("energy_j", energy_j, widen_by_power(case, log_spread)),
         "terms": terms,
         "bound": max(terms, key=lambda name: terms[name]),
         "basis": "profile",
