@@ -14,7 +14,7 @@ def end_process(process: "subprocess.Popen[Any]", *, asks: bool = True) -> int:
 
     Args:
         process: The command, in a session of its own.
-        asks: Whether it is asked to end, by a signal at which it leaves, and ended by force where it does not.
+        asks: Whether to ask it to end, by a signal at which it leaves, and to end it by force where it does not.
     """
     if asks and process.poll() is None:
         process.send_signal(signal.SIGTERM)
