@@ -97,7 +97,7 @@ class Schedule:
     Args:
         fleet: The fleet.
         unit: Ranks of the smallest part.
-        slots: What each run holds, in the order in which they take ranks.
+        slots: Part of each run, in the order in which they take ranks.
         money: Price of all.
         energy_j: Energy of all.
     """
