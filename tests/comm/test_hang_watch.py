@@ -7,6 +7,7 @@ import re
 import signal
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -139,6 +140,19 @@ def test_a_process_that_hangs_is_named_with_its_phase_and_line_long_before_time_
     assert re.search(r"in phase backward of step \d+", first)
     if how != "stopped":
         assert re.search(r"it is at \S*test_hang_watch.py:\d+ in <lambda>", first), first
+
+
+def test_a_thread_that_awaits_requests_lets_nobody_think_that_the_process_waits():
+    def await_requests(serves):
+        if serves:
+            PROGRESS.serve()
+        PROGRESS.wait_in(1, 7)
+        return dict(PROGRESS.waits)
+
+    with ThreadPoolExecutor(1) as pool:
+        assert pool.submit(await_requests, False).result() == {1: 7}
+        PROGRESS.wait_in(1, 0)
+        assert pool.submit(await_requests, True).result() == {}
 
 
 def hang_at_once():

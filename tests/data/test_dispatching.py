@@ -17,7 +17,7 @@ class Counter:
     """Hands out positions of a loader's ledger up to a boundary."""
 
     is_stopping = False
-    lost = ""
+    lost = None
 
     def __init__(self, boundary=0):
         self.boundary = boundary
@@ -141,7 +141,7 @@ def test_the_loop_ends_after_the_step_in_which_a_loss_is_heard_of():
     for batch in loader:
         taken.append(tuple(batch.interval))
         if len(taken) == 2:
-            counter.lost = "rank 7 is lost"
+            counter.lost = CommunicationError("rank 7 is lost")
     assert taken == [(0, 9), (9, 18)]
     assert loader.position == 18
 

@@ -205,9 +205,21 @@ def run():
 
 
 @pytest.mark.timeout(120)
-def test_training_goes_on_without_a_worker_that_sleeps_though_it_beats(tmp_path, run_here):
+@pytest.mark.parametrize("sync", ["every_step", pytest.param("asgd", marks=pytest.mark.slow)])
+def test_training_goes_on_without_a_worker_that_sleeps_though_it_beats(tmp_path, run_here, sync):
     (tmp_path / "asleep.py").write_text(ASLEEP)
-    where = ("--out", tmp_path / "run", "--hang_timeout_s", 2, "--memory.check", "false", "--num_steps", 8)
+    where = (
+        "--out",
+        tmp_path / "run",
+        "--hang_timeout_s",
+        2,
+        "--memory.check",
+        "false",
+        "--num_steps",
+        8,
+        "--sync",
+        sync,
+    )
     done = run_here("train", tmp_path / "asleep.py", *where, "--data.max_bytes", 100_000, "--workers", 2)
     assert done.returncode == 0, done.stdout + done.stderr
     records = read_log(tmp_path / "run" / "events.jsonl")

@@ -14,11 +14,12 @@ from stepping import descend, flatten, make_linear, make_samples, make_sgd, run_
 from paceline.checkpoint import CheckpointStore
 from paceline.comm import LocalGroup
 from paceline.comm.rpc import NOTHING, RpcHeader
-from paceline.errors import CommunicationError, SettingsError
+from paceline.errors import CommunicationError, PeerTimeoutError, SettingsError
 from paceline.replica.replica import Replica
 from paceline.replica.state import capture, restore
 from paceline.replica.survivors import stand_alone
 from paceline.sync import ASGD
+from paceline.sync.farewells import Farewells, read_lost
 from paceline.sync.parameter_server.blocks import PackedTensors, copy_all
 from paceline.sync.parameter_server.server import RequestKind
 
@@ -332,7 +333,7 @@ def test_when_a_worker_dies_the_others_stop_and_only_its_samples_are_not_used():
         while (interval := replica.dispatcher.claim(4)) is not None:
             run_step(replica, interval[0])
             replica.dispatcher.ack(interval)
-        stopped[group.rank] = replica.dispatcher.lost
+        stopped[group.rank] = str(replica.dispatcher.lost)
         if (handed_over := stand_alone(replica)) is None:
             return
         with replica.consensus():
@@ -469,3 +470,16 @@ def test_a_killed_run_goes_on_with_its_clocks_delays_and_parameters():
 
 def _fail(path, reason):
     raise AssertionError(f"{path} is damaged: {reason}")
+
+
+def test_who_hangs_is_accused_and_who_is_lost_is_not():
+    hung = PeerTimeoutError("rank 1 hangs")
+    hung.hung_ranks = (5,)
+    for error, kind, accused in ((CommunicationError("gone"), CommunicationError, ()), (hung, PeerTimeoutError, (6,))):
+        farewells = Farewells(3)
+        assert read_lost(farewells.tell(), [4, 5, 6]) is None
+        assert farewells.lose(2, error)
+        lost = read_lost(farewells.tell(), [4, 5, 6])
+        assert type(lost) is kind
+        assert getattr(lost, "hung_ranks", ()) == accused
+        assert str(lost).startswith("rank 6 ")

@@ -187,6 +187,8 @@ class HeartbeatBoard:
     def _judge(self) -> None:
         """Judge the others while this rank waits, and hand over the verdict."""
         waiting = self._mine.waiting, self.waiting_outside, self._waiting_since_s  # messages have one number for all
+        if (idle_since_s := PROGRESS.idle_since_s) is not None:  # whatever it asks them meanwhile
+            waiting = 0, MESSAGE, idle_since_s
         is_waiting, now_s = any(waiting[:2]), time.monotonic()
         if waiting != self._watched or not is_waiting:
             self._watched, self._watched_since_s, self._watch = waiting, now_s, None
@@ -213,7 +215,7 @@ class HeartbeatBoard:
             mine.line = ""
         mine.longest_silence_s = max(mine.longest_silence_s, now_s - self._posted_s)
         mine.step, mine.phase, mine.still_s = position.step, position.phase, now_s - position.since_s
-        mine.waits, self._posted_s = bool(PROGRESS.waits), now_s
+        mine.waits, self._posted_s = bool(PROGRESS.waits) or PROGRESS.idle_since_s is not None, now_s
         if self._first_step < 0:  # there may have been many steps since the last post
             self._first_step = position.step if PROGRESS.first_step < 0 else PROGRESS.first_step
         mine.num_steps = max(0, position.step - self._first_step)

@@ -7,6 +7,7 @@ while this process is stopped, or holds Python's lock in native code, so that no
 import mmap
 import os
 import struct
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -42,6 +43,8 @@ class Progress:
         enter: Function to call when a phase begins, with the monotonic time and its name. Neither takes a Python
             frame, nor more than a microsecond.
         first_step: Number of updates that were done when this process began to train; -1 before.
+        idle_since_s: Time since which this process has nothing to do until others have used their samples; None while
+            it has.
         waits: Operations that this process waits in: the number of each, by the identity of what waits.
     """
 
@@ -50,6 +53,8 @@ class Progress:
 
     def __init__(self) -> None:
         self.waits: dict[int, int] = {}
+        self.idle_since_s: float | None = None
+        self._thread = threading.local()
         self._connecting: dict[int, tuple[int, ...]] = {}
         """Ranks to which this process opens connections, by what waits for them."""
         self.hang_timeout_s: float | None = None
@@ -61,7 +66,7 @@ class Progress:
         """Begin anew, in memory of this process alone: after a fork it would be its parent's."""
         if self._descriptor >= 0:
             os.close(self._descriptor)
-        self.waits, self._connecting = {}, {}
+        self.waits, self._connecting, self.idle_since_s = {}, {}, None
         self.first_step = -1
         memory = self._map()
         self.stamp = partial(_STAMP.pack_into, memory, 0)
@@ -85,8 +90,14 @@ class Progress:
         """Return the present position."""
         return _read(self._memory[:])
 
+    def serve(self) -> None:
+        """Record that this thread serves others: where it waits for requests, the process does not wait."""
+        self._thread.serves = True
+
     def wait_in(self, owner: int, sequence: int) -> None:
         """Record that this process waits in an operation, or with 0 that it does not; `owner` tells groups apart."""
+        if getattr(self._thread, "serves", False):
+            return
         if sequence:
             self.waits[owner] = sequence
         else:

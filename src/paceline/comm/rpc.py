@@ -14,6 +14,7 @@ from functools import partial
 from torch import Tensor
 
 from paceline.comm.group import Group
+from paceline.comm.progress import PROGRESS
 from paceline.comm.rpc_connection import NOTHING, RpcConnection, RpcHeader, RpcReply
 from paceline.comm.shared_memory.segment import round_to_pages
 from paceline.comm.threads import start_thread
@@ -279,6 +280,7 @@ def _share_boxes(
 
 def _serve(service: RpcService, connection: RpcConnection, caller: int, connections: list[RpcConnection]) -> None:
     """Answer one caller until it leaves."""
+    PROGRESS.serve()
     try:
         while True:
             header, body = connection.receive(NOTHING if len(connection.inbox) else service.request_buffer(caller))

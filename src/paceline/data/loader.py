@@ -20,7 +20,7 @@ from paceline.data.pipeline import NumProcesses, ReadSettings
 from paceline.data.read_ahead import READ_AHEAD_BYTES, ReadAhead
 from paceline.data.step_plan import FAR, StepPlan
 from paceline.data.stream import refuse_for_stream
-from paceline.errors import CommunicationError, DataError, SettingsError
+from paceline.errors import DataError, SettingsError
 
 
 class Loader(StepPlan):
@@ -289,8 +289,8 @@ class Loader(StepPlan):
             dispatcher.set_boundary(min(boundary, self._ending.position or boundary))
             next_step = FAR
             yield from self._iterate()
-            if dispatcher.lost:
-                raise CommunicationError(dispatcher.lost)
+            if dispatcher.lost is not None:
+                raise dispatcher.lost
             self.set_used([(0, self._group.gather_documents(self.position, name="position")[0])])
             membership.boundary_step = self.step
             membership.is_stopping |= dispatcher.is_stopping

@@ -13,7 +13,7 @@ import numpy as np
 
 from paceline.data.orders import Arrangement, Full, Indices
 from paceline.data.permutation import Words
-from paceline.errors import SettingsError
+from paceline.errors import CommunicationError, SettingsError
 
 Tail = Literal["short", "drop", "join"]
 _BLOCK = 1024
@@ -330,8 +330,8 @@ class Dispatcher(Protocol):
         """Whether `claim` returned None because some worker was asked to stop."""
 
     @property
-    def lost(self) -> str:
-        """Words on a worker that is lost, so that the others stop after their present step; empty while none is."""
+    def lost(self) -> CommunicationError | None:
+        """Error of a worker that is lost, so that the others stop after their present step; None while none is."""
 
     def set_source(self, claim_next: Callable[[int], tuple[int, int]], mark_used: Callable[[int, int], None]) -> None:
         """Set the source of positions: `claim_next` returns the next ones, `mark_used` is told which were used."""

@@ -18,7 +18,7 @@ from paceline.comm.rpc import NOTHING, RpcClient, RpcEndpoint, RpcHeader, RpcRep
 from paceline.errors import CommunicationError
 from paceline.registry import register
 from paceline.sync.averages_end import AveragesEnd, find_unanswered
-from paceline.sync.farewells import Farewells
+from paceline.sync.farewells import Farewells, read_lost
 from paceline.sync.gossip import FlatParameters, GossipRule
 from paceline.sync.rule import Traffic
 from paceline.sync.synchroniser import (
@@ -323,9 +323,8 @@ class ADPSGDSynchroniser(Synchroniser):
         answer, _ = self._endpoint.clients[0].call(header, body)
         self._delays.clear()
         self._stop_at = answer.clock or None
-        if answer.value:
-            lost = self._context.group.names[int(answer.value) - 1]
-            raise CommunicationError(f"ad_psgd: rank {lost} is lost, so that all others stop")
+        if (lost := read_lost(answer.value, self._context.group.names)) is not None:
+            raise lost
 
     def _settle(self) -> None:
         """Finish all averages of all workers, and use them."""
@@ -409,11 +408,10 @@ class _Passive(RpcService):
     def handle(self, caller: int, header: RpcHeader, body: Tensor) -> Callable[[], RpcReply]:
         """Average with the caller: subtract a difference here, which the caller adds."""
         if header.kind == _ASK:
-            lost = self.farewells.first_lost
             with self._model.lock:
                 self.delays.update(dict(body.view(torch.int64).view(-1, 2).tolist()))
                 stop_at = self._stop.ask(header.clock, bool(header.value))
-            answer = RpcHeader(_ASK, clock=stop_at, value=0.0 if lost is None else lost + 1.0)
+            answer = RpcHeader(_ASK, clock=stop_at, value=self.farewells.tell())
             return lambda: (answer, NOTHING)
         if header.kind == _TELL:
             for rank, num_steps in body.view(torch.int64).view(-1, 2).tolist():
@@ -448,7 +446,7 @@ class _Passive(RpcService):
 
     def drop_caller(self, caller: int, error: BaseException | None) -> None:
         """Record the error, which the worker itself raises, unless the caller has left."""
-        if error is not None and self.farewells.lose(caller):
+        if error is not None and self.farewells.lose(caller, error):
             lost = CommunicationError(f"ad_psgd: rank {caller} is lost to rank {self._rank}: {error}")
             self._error = self._error or lost
 

@@ -2,6 +2,9 @@
 
 import threading
 import time
+from collections.abc import Sequence
+
+from paceline.errors import CommunicationError, PeerTimeoutError
 
 _LONGEST_WAIT_S = 15.0
 """Time that the first worker gives the others to finish their step: launchers kill those that outlive a lost one."""
@@ -19,17 +22,24 @@ class Farewells:
         self._changed = threading.Condition()
         self._left: set[int] = set()
         self._lost: list[int] = []
+        self._first_hangs = False
 
     @property
-    def first_lost(self) -> int | None:
-        """Rank that was lost first; None while none is."""
-        return self._lost[0] if self._lost else None
+    def is_complete(self) -> bool:
+        """Whether no worker is lost."""
+        return not self._lost
 
-    def lose(self, rank: int) -> bool:
-        """Record that a worker is lost; False if it was gone before."""
+    def tell(self) -> float:
+        """Return for a reply which worker was lost first, as `read_lost` takes it; 0 while none is."""
+        return (self._lost[0] + 1.0) * (-1.0 if self._first_hangs else 1.0) if self._lost else 0.0
+
+    def lose(self, rank: int, error: BaseException) -> bool:
+        """Record that a worker is lost, by the error of its connection; False if it was gone before."""
         with self._changed:
             if rank in self._left or rank in self._lost:
                 return False
+            if not self._lost:
+                self._first_hangs = isinstance(error, PeerTimeoutError) and bool(error.hung_ranks)
             self._lost.append(rank)
             self._changed.notify_all()
             return True
@@ -50,3 +60,20 @@ class Farewells:
             gone = self._left | set(self._lost)
             self._lost += [rank for rank in range(1, self._num_others + 1) if rank not in gone]
             return sorted(self._lost)
+
+
+def read_lost(told: float, names: Sequence[int]) -> CommunicationError | None:
+    """Return the error of a worker that is lost, from what the first one tells of it: it accuses one that hangs.
+
+    Args:
+        told: What `Farewells.tell` returned there.
+        names: Number of each rank in errors.
+    """
+    if not told:
+        return None
+    name = names[int(abs(told)) - 1]
+    if told > 0:
+        return CommunicationError(f"rank {name} is lost, so that all others stop")
+    error = PeerTimeoutError(f"rank {name} hangs, so that all others stop")
+    error.hung_ranks = (name,)
+    return error

@@ -9,8 +9,10 @@ from enum import IntEnum
 from torch import Tensor
 
 from paceline.comm.group import Group
+from paceline.comm.progress import PROGRESS
 from paceline.comm.rpc import NOTHING, RpcEndpoint, RpcHeader, RpcReply, RpcService
-from paceline.sync.farewells import Farewells
+from paceline.errors import CommunicationError
+from paceline.sync.farewells import Farewells, read_lost
 from paceline.sync.synchroniser import HandedOver, SampleDispatcher
 
 SampleRange = tuple[int, int]
@@ -109,7 +111,7 @@ class DispatcherClient(SampleDispatcher):
         self._is_stopping = False
         self._has_asked = False
         self._names = group.names
-        self._lost = ""
+        self._lost: CommunicationError | None = None
 
     @property
     def is_stopping(self) -> bool:
@@ -117,8 +119,8 @@ class DispatcherClient(SampleDispatcher):
         return self._is_stopping
 
     @property
-    def lost(self) -> str:
-        """Words on a worker that is lost, once this one has heard of it by a claim or an `ack`; else empty."""
+    def lost(self) -> CommunicationError | None:
+        """Error of a worker that is lost, once this one has heard of it by a claim or an `ack`; else None."""
         return self._lost
 
     @property
@@ -140,18 +142,22 @@ class DispatcherClient(SampleDispatcher):
     def claim(self, num_samples: int) -> SampleRange | None:
         """Return positions that no other worker has, once there are some; None where all workers come together."""
         poll_s = _POLL_S
-        while True:
-            header = self._call(RpcHeader(_Kind.CLAIM, start=num_samples, stop=self._boundary))
-            if header.clock == ClaimAnswer.TAKE:
-                self._unused.append((header.start, header.stop))
-                return header.start, header.stop
-            if header.clock == ClaimAnswer.DONE:
-                self._is_stopping = header.version > 0
-                return None
-            if not self._unused:
-                self._when_idle()
-            time.sleep(poll_s)
-            poll_s = min(2 * poll_s, _LONGEST_POLL_S)
+        try:
+            while True:
+                header = self._call(RpcHeader(_Kind.CLAIM, start=num_samples, stop=self._boundary))
+                if header.clock == ClaimAnswer.TAKE:
+                    self._unused.append((header.start, header.stop))
+                    return header.start, header.stop
+                if header.clock == ClaimAnswer.DONE:
+                    self._is_stopping = header.version > 0
+                    return None
+                if not self._unused:
+                    self._when_idle()
+                    PROGRESS.idle_since_s = PROGRESS.idle_since_s or time.monotonic()
+                time.sleep(poll_s)
+                poll_s = min(2 * poll_s, _LONGEST_POLL_S)
+        finally:
+            PROGRESS.idle_since_s = None
 
     def ack(self, interval: SampleRange) -> bool:
         """Record that claimed positions were used; False if the step did not count."""
@@ -176,8 +182,7 @@ class DispatcherClient(SampleDispatcher):
     def _call(self, request: RpcHeader) -> RpcHeader:
         """Send a claim or an acknowledgement, and take note of a lost worker in the reply."""
         reply, _ = self._client.call(request)
-        if reply.value:
-            self._lost = f"rank {self._names[int(reply.value) - 1]} is lost, so that all others stop"
+        self._lost = self._lost or read_lost(reply.value, self._names)
         return reply
 
     def close(self) -> None:
@@ -220,13 +225,12 @@ class _DispatcherService(RpcService):
         with self._lock:
             self._assignments.release(caller)
             if error is not None:
-                self.farewells.lose(caller)
+                self.farewells.lose(caller, error)
 
     def _answer(self, caller: int, header: RpcHeader) -> RpcHeader:
         assignments = self._assignments
         answer, interval = ClaimAnswer.DONE, (0, 0)
-        lost = self.farewells.first_lost
-        if header.kind == _Kind.CLAIM and lost is None:
+        if header.kind == _Kind.CLAIM and self.farewells.is_complete:
             answer, interval = assignments.claim(caller, header.start, header.stop)
         elif header.kind == _Kind.ACK:
             assignments.ack(caller, (header.start, header.stop), is_used=header.weight > 0)
@@ -234,5 +238,4 @@ class _DispatcherService(RpcService):
             self.farewells.leave(caller)
         elif header.kind == _Kind.STOP:
             assignments.is_stopping = True
-        value = 0.0 if lost is None else lost + 1.0
-        return RpcHeader(header.kind, answer, assignments.is_stopping, *interval, value=value)
+        return RpcHeader(header.kind, answer, assignments.is_stopping, *interval, value=self.farewells.tell())

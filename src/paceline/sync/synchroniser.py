@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from paceline.comm.group import Group
+from paceline.errors import CommunicationError
 
 
 @dataclass(frozen=True)
@@ -107,8 +108,8 @@ class SampleDispatcher(ABC):
 
     @property
     @abstractmethod
-    def lost(self) -> str:
-        """Words on a worker that is lost, so that the others stop after their present step; empty while none is."""
+    def lost(self) -> CommunicationError | None:
+        """Error of a worker that is lost, so that the others stop after their present step; None while none is."""
 
     @abstractmethod
     def set_source(self, claim_next: Callable[[int], tuple[int, int]], mark_used: Callable[[int, int], None]) -> None:
