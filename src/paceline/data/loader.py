@@ -289,8 +289,8 @@ class Loader(StepPlan):
             dispatcher.set_boundary(min(boundary, self._ending.position or boundary))
             next_step = FAR
             yield from self._iterate()
-            if dispatcher.lost is not None:
-                raise dispatcher.lost
+            if (lost := dispatcher.lost) is not None:
+                raise lost
             self.set_used([(0, self._group.gather_documents(self.position, name="position")[0])])
             membership.boundary_step = self.step
             membership.is_stopping |= dispatcher.is_stopping

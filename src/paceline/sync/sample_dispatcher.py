@@ -111,7 +111,8 @@ class DispatcherClient(SampleDispatcher):
         self._is_stopping = False
         self._has_asked = False
         self._names = group.names
-        self._lost: CommunicationError | None = None
+        self._told_lost = 0.0
+        """Word of `Farewells.tell` that came first."""
 
     @property
     def is_stopping(self) -> bool:
@@ -121,7 +122,7 @@ class DispatcherClient(SampleDispatcher):
     @property
     def lost(self) -> CommunicationError | None:
         """Error of a worker that is lost, once this one has heard of it by a claim or an `ack`; else None."""
-        return self._lost
+        return read_lost(self._told_lost, self._names)  # a new one: raised, it holds all frames that it went through
 
     @property
     def present(self) -> SampleRange:
@@ -182,7 +183,7 @@ class DispatcherClient(SampleDispatcher):
     def _call(self, request: RpcHeader) -> RpcHeader:
         """Send a claim or an acknowledgement, and take note of a lost worker in the reply."""
         reply, _ = self._client.call(request)
-        self._lost = self._lost or read_lost(reply.value, self._names)
+        self._told_lost = self._told_lost or reply.value
         return reply
 
     def close(self) -> None:

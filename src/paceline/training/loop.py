@@ -237,8 +237,8 @@ def _run_at_own_pace(session: Session, dispatcher: SampleDispatcher) -> bool:
             if session.member is not None and session.member.change_is_pending():
                 session.membership.request_stop(CHANGE)
             session.step_began_s = time.perf_counter()
-        if dispatcher.lost is not None:
-            raise dispatcher.lost
+        if (lost := dispatcher.lost) is not None:
+            raise lost
         position = group.gather_documents(loader.position, name="position")[0]
         loader.set_used([(0, position)])
         training.num_samples = position - began_at
