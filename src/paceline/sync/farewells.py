@@ -66,7 +66,7 @@ def read_lost(told: float, names: Sequence[int]) -> CommunicationError | None:
     """Return the error of a worker that is lost, from what the first one tells of it: it accuses one that hangs.
 
     Args:
-        told: What `Farewells.tell` returned there.
+        told: Number that `Farewells.tell` returned there.
         names: Number of each rank in errors.
     """
     if not told:
