@@ -4,6 +4,8 @@ import pytest
 import torch
 
 from paceline.memory import Estimate, available, divide
+from paceline.memory.estimate import count_codec
+from paceline.sync import EveryStep
 from paceline.topology.layout import Layout
 
 CPU = torch.device("cpu")
@@ -37,6 +39,12 @@ def test_layouts_divide():
     assert divide(whole, Layout(context=4)).bytes_of["activations"] == 2000
     experts = divide(whole, Layout(expert=4), expert_share=0.5)  # half of the parameters stays whole
     assert [experts.bytes_of[category] for category in ("parameters", "gradients", "optimizer")] == [500, 500, 1000]
+
+
+def test_state_of_codecs_is_in_proportion_beyond_what_is_tried():
+    rule = EveryStep(codec="top_k")
+    small, large = (count_codec(rule, {"weight": (rows, 512)}, 2) for rows in (128, 4096))
+    assert large == 32 * small > 0
 
 
 def limit_group(folder, most, used, cached, *, first=False):

@@ -5,6 +5,7 @@ import weakref
 import pytest
 import torch
 from memory_models import Pictures, compute_loss, make_transformer
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._tools.mem_tracker import MemTracker
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
@@ -116,6 +117,14 @@ def test_storages_count_with_the_size_that_they_are_given():
         del made, before
         assert not any(tracker.now.values())
     assert "resize_" not in vars(torch.UntypedStorage)
+
+
+def test_sizes_on_gpus_are_those_of_torchs_allocator():
+    with FakeTensorMode(), torch.no_grad(), StorageTracker("cuda") as tracker:
+        made = [torch.empty(size, device="cuda") for size in (1, 128, 129)]
+        assert tracker.now["temporary"] == 512 * 4
+        made[0].untyped_storage().resize_(516)
+        assert tracker.now["temporary"] == 512 * 5
 
 
 def test_of_what_ranks_share_this_ranks_part_counts():

@@ -8,9 +8,13 @@ import pytest
 import torch
 from test_deferred_questions import compare
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 from torch.random import get_rng_state  # by name, as a model's file may import it
 
+from paceline.memory.absent_group import absent_world
 from paceline.parallel import UndeferrableError, defer
+from paceline.parallel.local import local, local_slice
 
 SHARED: list[Tensor] = []
 CACHE: dict[str, Tensor] = {}
@@ -179,3 +183,33 @@ def build_without_elements() -> nn.Module:
 @pytest.mark.filterwarnings("ignore:Initializing zero-element tensors")
 def test_tensors_without_elements_are_as_in_the_whole_construction() -> None:
     compare(build_without_elements)
+
+
+def build_tied() -> nn.Module:
+    """Return a model with a tied matrix; of its last 16 numbers, which torch draws together, two ranks have parts."""
+    module = nn.ModuleDict({"embedding": nn.Embedding(33, 5), "head": nn.Linear(5, 33, bias=False)})
+    module["head"].weight = module["embedding"].weight
+    return module
+
+
+@pytest.mark.parametrize("rank", [0, 5, 6, 7])
+def test_what_is_tied_is_made_once_where_ranks_have_parts_of_it(rank: int) -> None:
+    torch.manual_seed(5)
+    whole = build_tied()["head"].weight.detach()
+    torch.manual_seed(5)
+    module, construction = defer(build_tied)
+    with absent_world(rank, 8):
+        mesh = init_device_mesh("cpu", (8,))
+        part = nn.Parameter(distribute_tensor(module["head"].weight.detach(), mesh, [Shard(0)]))
+        module["embedding"].weight = module["head"].weight = part
+        construction.finish(module, torch.device("cpu"))
+        assert module["embedding"].weight is module["head"].weight
+        assert torch.equal(local(module["head"].weight), local_slice(whole, part))
+
+
+def test_constructions_with_other_random_numbers_are_told_apart() -> None:
+    digests = []
+    for seed in (5, 5, 6):
+        torch.manual_seed(seed)
+        digests.append(defer(build_tied)[1].digest)
+    assert digests[0] == digests[1] != digests[2]

@@ -377,6 +377,7 @@ REFUSED: dict[str, tuple[Callable[[nn.Module], object], str]] = {
         "other last digits",
     ),
     "spectral norm": (lambda m: m[0].weight.data.norm("nuc"), "norm, of which torch computes other last digits"),
+    "least squares": (lambda m: torch.linalg.lstsq(m[0].weight.data, m[0].bias.data[:, None]), "lstsq"),
     "eigenvalues": (lambda m: torch.linalg.eigvalsh(m[0].weight.data), "linalg_eigvalsh"),
     "without memory": (lambda m: give(m, "none", torch.empty(3, device="meta")), "no memory"),
 }

@@ -84,3 +84,16 @@ def test_what_a_piece_reads_of_itself_needs_no_other_piece(monkeypatch: pytest.M
         defer(lambda: make(num_rows))  # noqa: B023
         counts.append(num_run)
     assert 0 < counts[1] <= 2 * counts[0]
+
+
+def build_with_a_piece_of_another() -> nn.Module:
+    module = nn.Linear(8, 8)
+    with torch.no_grad():
+        module.weight[5].normal_()
+        module.weight[0].copy_(module.weight[5])
+        module.bias.fill_(float(module.weight[0].sum()))
+    return module
+
+
+def test_a_value_of_a_piece_that_is_made_of_another_piece() -> None:
+    compare(build_with_a_piece_of_another)

@@ -102,6 +102,11 @@ def lean(name):
 CASES = {
     "plain": ("transformer_lm", 2, {}),
     "alone": ("transformer_lm", 1, {}),
+    "alone, accumulated": (
+        "transformer_lm",
+        1,
+        {"num_micro_batches": 4, "model": TransformerLM(width=64, num_heads=2)},
+    ),
     "accumulated": ("transformer_lm", 2, {"num_micro_batches": 4}),
     "recomputed": ("transformer_lm", 2, {"memory": Memory(recompute="full")}),
     "recomputed selectively": ("transformer_lm", 2, {"memory": Memory(recompute="selective")}),

@@ -102,7 +102,7 @@ class _Checkpoint:
 
     Args:
         block: The block.
-        choice: Part of it that is computed again.
+        choice: Recomputation of it.
     """
 
     def __init__(self, block: nn.Module, choice: Choice) -> None:
