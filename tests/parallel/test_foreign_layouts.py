@@ -14,8 +14,9 @@ from paceline.data.order import Interval
 from paceline.errors import SettingsError
 from paceline.parallel.parallelize import parallelize
 from paceline.parallel.pipeline import PipelineSettings
+from paceline.parallel.pipeline.forward_part import Part
 from paceline.parallel.pipeline.layers import find_owned, keep_only
-from paceline.parallel.pipeline.traced import Part, find_layers, join_parts
+from paceline.parallel.pipeline.traced import find_layers, join_parts
 from paceline.replica.replica import Replica
 from paceline.replica.state import capture
 from paceline.testing.processes import check_exits, run_processes

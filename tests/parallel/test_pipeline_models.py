@@ -67,6 +67,31 @@ class Reentrant(Plain):
         return x + made
 
 
+class Closures(Plain):
+    """Blocks in functions that were made with the model, where the placeholders of other ranks do not come."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.steps = [lambda x, layer=layer: x + torch.tanh(layer(x)) for layer in self.layers]
+
+    def forward(self, x: Tensor) -> Any:
+        x = self.start(x)
+        for step in self.steps:
+            x = step(x)
+        return self.head(x)
+
+
+class Pairs(Plain):
+    """One checkpoint around two blocks, between which no cut may be: its function is run again as a whole."""
+
+    def forward(self, x: Tensor) -> Any:
+        def run(x: Tensor) -> Tensor:
+            return torch.tanh(self.layers[1](torch.tanh(self.layers[0](x))))
+
+        made: Tensor = checkpoint(run, self.start(x), use_reentrant=False)
+        return self.head(self.layers[2](made))
+
+
 class Listed(Plain):
     """Parameters of each block in a list beside them, as a whole list for the second half."""
 
@@ -236,7 +261,7 @@ def refer_in_sequence() -> nn.Module:
 
 
 MODELS: list[Callable[[], nn.Module]] = [
-    *(InPlace, Reentrant, Listed, OfTuple, OfMapping, OfNamed, OfRecord, OfNamespace),
+    *(InPlace, Reentrant, Closures, Pairs, Listed, OfTuple, OfMapping, OfNamed, OfRecord, OfNamespace),
     *(Halves, Waves, Slices, Hidden, Refers, Noisy, waves_in_sequence, refer_in_sequence),
 ]
 

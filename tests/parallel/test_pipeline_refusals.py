@@ -137,6 +137,31 @@ def test_a_refusal_inside_a_step_is_the_error_that_the_user_sees() -> None:
     assert last.value == said, last.output
 
 
+def take_other_shapes() -> str:
+    """Return what each rank says where the last one gets fewer samples than before."""
+    with join() as group:
+        part: Any = parallelize(make_layers(), Layout(pipeline=2), group=group, sample=torch.ones(1, 3))
+        pipeline = find_shard(part, group).pipeline
+        assert pipeline is not None
+        try:
+            for num_samples in (4, 4 - 2 * group.rank):
+                targets = torch.zeros(num_samples, dtype=torch.int64)
+                pipeline.run(torch.ones(num_samples, 3), targets, sum_of_losses)
+        except Exception as error:
+            return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def make_layers() -> nn.Module:
+    return nn.Sequential(*(nn.Linear(3, 3) for _ in range(4)))
+
+
+def test_other_shapes_on_one_rank_are_told_as_such_on_all() -> None:
+    first, last = (rank.value for rank in run_processes(2, take_other_shapes, timeout_s=50))
+    assert last.startswith("MismatchError: every rank of a pipeline must get inputs of the same shapes and dtypes")
+    assert first == f"{last} (said by rank 1)"
+
+
 HOOKED = {"kept": "2", "former": "", "of others": "012", "detached": "012"}
 """Layers of four whose outputs a user's hooks keep; all but the last are on the first rank for the last two."""
 

@@ -196,3 +196,39 @@ def test_a_late_unfreezing_and_a_loss_that_reads_what_another_stage_has_are_refu
         one.startswith("SettingsError: the loss of a pipeline must use what its last stage has") for one in said
     ), said
     assert any("comes from embedding.weight, which only another stage has" in one for one in said)
+
+
+def change(model: Any) -> None:
+    """Change parameters as a loop may, with the same lines on ranks that have them and on others."""
+    torch.manual_seed(3)
+    for layer in model.layers:
+        layer.joint.reset_parameters()
+    nn.init.normal_(model.head.weight, std=0.2)
+    with torch.no_grad():
+        model.embedding.weight.mul_(0.5)
+        model.head.weight[0] = 0.0
+        model.embedding.weight.data[1].fill_(0.1)
+        model.head.weight.data.copy_(model.head.weight.data * 0.5)
+        model.embedding.weight.normal_(std=0.1)
+
+
+def change_stages() -> dict[str, list[float]]:
+    with join() as group:
+        model = parallelize(make_learned(), Layout(pipeline=2), group=group, sample=SAMPLE[:1])
+        change(model)
+        return {name: parameter.flatten().tolist() for name, parameter in model.named_parameters()}
+
+
+def make_learned() -> Learned:
+    torch.manual_seed(0)
+    return Learned()
+
+
+def test_a_loop_changes_parameters_of_stages_with_the_same_lines_on_all_ranks() -> None:
+    whole = make_learned()
+    change(whole)
+    ranks = run_processes(2, change_stages, timeout_s=50)
+    check_exits(ranks)
+    expected = {name: parameter.flatten().tolist() for name, parameter in whole.named_parameters()}
+    assert ranks[0].value | ranks[1].value == expected
+    assert ranks[1].value | ranks[0].value == expected

@@ -13,7 +13,7 @@ from torch.distributed.tensor import Shard
 from torch.utils._pytree import tree_map_only
 
 from paceline.errors import SettingsError
-from paceline.parallel.local import fused_parts
+from paceline.parallel.local import fused_parts, list_gathered
 from paceline.parallel.mesh import Mesh
 from paceline.parallel.parameter_hooks import carry_hooks, find_hooks
 from paceline.parallel.second_order import differentiated_once
@@ -89,9 +89,8 @@ def shard_module(
 def adopt_parameters(module: nn.Module) -> None:
     """Go on with parameters that have taken the place of those that were sharded, with the same slices."""
     for part in _sharded_modules(module):
-        for group in part._get_fsdp_state()._fsdp_param_groups:
-            for parameter in group.fsdp_params:
-                parameter.reset_sharded_param()
+        for parameter in list_gathered(part):
+            parameter.reset_sharded_param()
 
 
 def _choose_dim(parameter: nn.Parameter) -> Shard | None:
@@ -173,7 +172,7 @@ def list_blocks(module: nn.Module) -> dict[str, list[str]]:
     for block, part in module.named_modules():
         if isinstance(part, FSDPModule):
             # Torch has its order nowhere else.
-            held = [p.sharded_param for group in part._get_fsdp_state()._fsdp_param_groups for p in group.fsdp_params]
+            held = [parameter.sharded_param for parameter in list_gathered(part)]
             blocks[block] = [names[id(parameter)] for parameter in held if parameter.requires_grad]
     return {block: held for block, held in blocks.items() if held}
 

@@ -11,6 +11,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from paceline.comm.group import Group
 from paceline.errors import MismatchError
+from paceline.parallel.local import list_gathered
 from paceline.parallel.reduce_scatter import CodedReduceScatter
 
 _NUM_HASHES = 1 << 16
@@ -144,12 +145,11 @@ class GradientUse:
         if not isinstance(module, FSDPModule) or not torch.is_grad_enabled():
             return
         self._gathered.append(self._blocks.get(id(module), "") or "the model itself")
-        for group in module._get_fsdp_state()._fsdp_param_groups:
-            for held in group.fsdp_params:
-                name = self._names.get(id(held.sharded_param))
-                if name is not None and name not in self._hooked:
-                    self._hooked.add(name)
-                    held.unsharded_param.register_post_accumulate_grad_hook(self._make_hook(name))
+        for held in list_gathered(module):
+            name = self._names.get(id(held.sharded_param))
+            if name is not None and name not in self._hooked:
+                self._hooked.add(name)
+                held.unsharded_param.register_post_accumulate_grad_hook(self._make_hook(name))
 
     def _make_hook(self, name: str) -> Any:
         def note(_: Tensor) -> None:

@@ -1,9 +1,11 @@
 """This rank's part of a tensor, and tensors made of such parts; nothing here communicates."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Placement, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
@@ -86,3 +88,9 @@ def _slice(tensor: Tensor, dim: int, num_slices: int, place: int) -> Tensor:
     length = -(-tensor.shape[dim] // num_slices)
     begin = min(place * length, tensor.shape[dim])
     return tensor.narrow(dim, begin, min(length, tensor.shape[dim] - begin))
+
+
+def list_gathered(part: nn.Module | FSDPModule) -> list[Any]:
+    """Return torch's records of the parameters that a module gathers for its forward; others gather none."""
+    groups = part._get_fsdp_state()._fsdp_param_groups if isinstance(part, FSDPModule) else ()
+    return [parameter for group in groups for parameter in group.fsdp_params]

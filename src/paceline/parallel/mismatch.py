@@ -58,8 +58,9 @@ def explain_failure(error: RuntimeError | CommunicationError, mesh: Mesh, what: 
     names = mesh.world.names
     for rank, report in reports.items():
         kind, _, sentence = report.said.partition(": ")
-        if kind == SettingsError.__name__:  # no rank is lost, and a new start would meet the same
-            return SettingsError(f"{sentence} (said by rank {names[rank]})")
+        for known in (SettingsError, MismatchError):  # no rank is lost, and a new start would meet the same
+            if kind == known.__name__:
+                return known(f"{sentence} (said by rank {names[rank]})")
         if report.said:
             return CommunicationError(f"{what}: rank {names[rank]} failed with {report.said}")
     for axis in AXES:

@@ -7,10 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.distributed.fsdp import FSDPModule
 
 from paceline.errors import SettingsError
-from paceline.parallel.local import local, wrap
+from paceline.parallel.local import list_gathered, local, wrap
 from paceline.topology.layout import Layout
 
 Hook = Callable[[Tensor], Tensor | None]
@@ -113,13 +112,10 @@ def carry_hooks(blocks: Sequence[nn.Module], hooks: Sequence[tuple[nn.Module, st
     missing = {id(module._parameters[name]): (name, held) for module, name, held in hooks}
 
     def carry(module: nn.Module, inputs: Any) -> None:
-        if not missing or not isinstance(module, FSDPModule):
-            return
-        for group in module._get_fsdp_state()._fsdp_param_groups:
-            for parameter in group.fsdp_params:  # torch makes the gathered one in the first forward, and keeps it
-                found = missing.pop(id(parameter.sharded_param), None)
-                for hook in found[1] if found is not None and parameter.unsharded_param.requires_grad else ():
-                    parameter.unsharded_param.register_hook(hook)
+        for parameter in list_gathered(module) if missing else ():  # torch makes it in the first forward, and keeps it
+            found = missing.pop(id(parameter.sharded_param), None)
+            for hook in found[1] if found is not None and parameter.unsharded_param.requires_grad else ():
+                parameter.unsharded_param.register_hook(hook)
 
     for block in blocks if hooks else ():
         block.register_forward_pre_hook(carry)

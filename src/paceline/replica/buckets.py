@@ -82,6 +82,15 @@ class Slot:
     """Whether the parameter has had a gradient since the last update."""
     fired: bool = False
     """Whether the parameter has had a gradient in the backward pass during which buckets are launched."""
+    hidden: bool = False
+    """Whether the parameter's ``.grad`` is `sent`, unless the training loop has set it to None."""
+    dropped: bool = False
+    """Whether the training loop has set it to None, so that the optimizer leaves the parameter alone."""
+
+    def note_dropped(self) -> None:
+        """Note whether the training loop has set the gradient to None since it was sent."""
+        self.dropped |= self.hidden and self.parameter.grad is None
+        self.hidden = False
 
     def attach(self) -> None:
         """Make autograd's gradient the view, whatever ``zero_grad`` did to it."""
@@ -125,13 +134,13 @@ class Bucket:
         self.flat.flags.fill_(1)
         self.flat.findings = None
         for slot in self.slots:
-            slot.used = slot.fired = False
+            slot.used = slot.fired = slot.hidden = slot.dropped = False
 
     def hide_gradients(self) -> None:
         """Put in the place of gradients that are on their way what no code can read or change by mistake."""
         for slot in self.slots:
             if slot.sent is not None and slot.parameter.grad is slot.gradient:
-                slot.parameter.grad = slot.sent
+                slot.parameter.grad, slot.hidden = slot.sent, True
 
     def clear_unused(self) -> None:
         """Zero the gradients that the step's backward passes did not write, and mark them in the flags."""
@@ -143,21 +152,27 @@ class Bucket:
     def drop_gradients(self) -> None:
         """Remove the gradients from the parameters."""
         for slot in self.slots:
+            slot.note_dropped()
             slot.parameter.grad = None
 
 
 def attach_arrived(buckets: Sequence[Bucket]) -> list[str]:
     """Give each parameter the gradient that arrived, and return the parameters that no rank used: they get none.
 
-    A parameter that only other ranks used gets their gradient. To know them, the host waits once for all buckets.
+    A parameter that only other ranks used gets their gradient. To know them, the host waits once for all buckets. One
+    whose gradient the training loop has set to None since it was sent gets none, and is not returned.
     """
     asked = [bucket for bucket in buckets if not all(slot.used for slot in bucket.slots)]
     flags = iter(torch.cat([bucket.flat.flags.float() for bucket in asked]).tolist() if asked else ())
+    unused = []
     for bucket in buckets:
         is_asked = any(bucket is one for one in asked)
         for slot in bucket.slots:
-            slot.parameter.grad = slot.gradient if not is_asked or next(flags) else None
-    return [slot.name for bucket in asked for slot in bucket.slots if slot.parameter.grad is None]
+            slot.note_dropped()
+            is_used = not is_asked or bool(next(flags))
+            slot.parameter.grad = slot.gradient if is_used and not slot.dropped else None
+            unused += [] if is_used else [slot.name]
+    return unused
 
 
 def make_buckets(

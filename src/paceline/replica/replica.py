@@ -159,6 +159,7 @@ class Replica:
         is_step = torch.is_grad_enabled()  # evaluation is no part of one
         PROGRESS.enter(time.monotonic(), b"forward" if is_step else b"evaluate")
         if is_step:
+            self._beginning.places.check()
             self._times.began_s = self._times.began_s or time.perf_counter()
             if self.state.keeps_refused or self._reduction.virtual is not None:
                 self.state.begin_forward()
@@ -272,6 +273,7 @@ class Replica:
             timed: Whether the pipeline records the times of its computations (`Pipeline.times`).
         """
         assert self.shard.pipeline is not None
+        self._beginning.places.check()
         self._begin_backward(float(batch.num_samples), last=last)
         unit = self.state.weight_unit
         assert unit is not None

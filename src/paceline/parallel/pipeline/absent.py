@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import init
 from torch.overrides import TorchFunctionMode, _get_current_function_mode, _pop_mode_temporarily
 from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
@@ -115,6 +116,47 @@ def mark_missing(tensor: Tensor, source: str) -> None:
         _sources[tensor._base] = source
 
 
+class AbsentTensor(Tensor):
+    """Placeholder of a parameter that another rank has, which ignores what a training loop writes to it.
+
+    What is drawn for it is drawn, so that the generator is where it is in one process.
+    """
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run a function of torch: its results are plain tensors, without numbers."""
+        kwargs = dict(kwargs or {})
+        if not args and "tensor" in kwargs:  # as torch.nn.init calls it
+            args = (kwargs.pop("tensor"),)
+        with torch._C.DisableTorchFunctionSubclass():
+            if not args or not isinstance(args[0], AbsentTensor):
+                return func(*args, **kwargs)
+            if list_written(func, args):
+                if draws(func, kwargs) or getattr(func, "__module__", "") == init.__name__:
+                    func(torch.empty_like(args[0]), *args[1:], **kwargs)
+                return args[0]
+            result = func(*args, **kwargs)
+            return _make_absent(result, _sources[args[0]]) if func in _SAME else result
+
+
+_SAME = (Tensor.data.__get__, Tensor.detach)  # type: ignore[attr-defined]
+"""Functions whose results a loop writes to in the place of a parameter."""
+
+
+def make_absent(tensor: Tensor, name: str) -> Tensor:
+    """Return a placeholder of a parameter or buffer, by its name, in a few bytes; numbers computed from it are NaN."""
+    return _make_absent(tensor, f"{name}, which only another stage has")
+
+
+def _make_absent(tensor: Tensor, source: str) -> Tensor:
+    value = float("nan") if tensor.is_floating_point() else 0
+    made = (
+        torch.full((), value, dtype=tensor.dtype, device=tensor.device).expand(tensor.shape).as_subclass(AbsentTensor)
+    )
+    mark_missing(made, source)
+    return made
+
+
 def find_missing(data: Any) -> str | None:
     """Return what the first tensor of `data` without values is missing, or None."""
     return _find_missing([data]) if _sources else None
@@ -143,13 +185,17 @@ def reads_values(func: Any, result: Any) -> bool:
 
 def list_changed(func: Any, args: Any, kwargs: Any, result: Any) -> list[Tensor]:
     """Return the tensors that a function of torch has made or changed."""
-    name = getattr(func, "__name__", "")
-    changed = list_tensors(result)
-    if name == "__setitem__" or (name.endswith("_") and not name.endswith("__")) or name.startswith("__i"):
-        changed = [*changed, *list_tensors(args[:1])]
+    changed = [*list_tensors(result), *list_written(func, args)]
     return [*changed, *list_tensors(kwargs["out"])] if "out" in kwargs else changed
 
 
 def list_tensors(data: Any) -> list[Tensor]:
     """Return the tensors in any nesting that torch knows."""
     return [value for value in tree_leaves(data) if isinstance(value, Tensor)]
+
+
+def list_written(func: Any, args: Any) -> list[Tensor]:
+    """Return the tensors that a function of torch changes in place, but for ``out``."""
+    name = getattr(func, "__name__", "")
+    is_written = name == "__setitem__" or (name.endswith("_") and not name.endswith("__")) or name.startswith("__i")
+    return list_tensors(args[:1]) if is_written else []

@@ -7,10 +7,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from paceline.errors import SettingsError
+from paceline.errors import MismatchError, SettingsError
+from paceline.parallel.pipeline.forward_part import DTYPES
 from paceline.parallel.pipeline.orders import Order
 from paceline.parallel.pipeline.stages import Stage, Value, as_tuple
-from paceline.parallel.pipeline.traced import DTYPES
 
 Description = tuple[Tensor, ...]
 """Tensors on the meta device: shape, dtype and whether a gradient comes back."""
@@ -20,7 +20,9 @@ Gradients = tuple[bool, ...]
 
 _MAX_TENSORS = 32
 _MAX_DIMS = 8
-_HEADER = 1 + _MAX_TENSORS * (3 + _MAX_DIMS)
+_MARK = 0x50414345
+"""First number of a header, by which it differs from the values of a step."""
+_HEADER = 2 + _MAX_TENSORS * (3 + _MAX_DIMS)
 
 
 class ForwardPass:
@@ -117,7 +119,7 @@ def _describe(value: Value, gradients: Gradients) -> Description:
 def _encode(tensors: Sequence[Tensor], gradients: Gradients) -> list[int]:
     if len(tensors) > _MAX_TENSORS:
         raise SettingsError(f"a stage must return {_MAX_TENSORS} tensors at most, but got {len(tensors)}; join some")
-    numbers = [len(tensors)]
+    numbers = [_MARK, len(tensors)]
     for tensor, has_gradient in zip(tensors, gradients, strict=True):
         if type(tensor) is not Tensor or tensor.dtype not in DTYPES or tensor.dim() > _MAX_DIMS:
             raise SettingsError(
@@ -129,8 +131,13 @@ def _encode(tensors: Sequence[Tensor], gradients: Gradients) -> list[int]:
 
 
 def _decode(numbers: list[int], device: torch.device) -> tuple[list[Tensor], Gradients]:
-    tensors, gradients, at = [], [], 1
-    for _ in range(numbers[0]):
+    if numbers[0] != _MARK:
+        raise MismatchError(
+            "every rank of a pipeline must get inputs of the same shapes and dtypes in a step, but another has sent "
+            "values where this one, for which they are new, expected their shapes; give all ranks the same batch"
+        )
+    tensors, gradients, at = [], [], 2
+    for _ in range(numbers[1]):
         dtype, has_gradient, num_dims = numbers[at : at + 3]
         shape = numbers[at + 3 : at + 3 + num_dims]
         tensors.append(torch.empty(shape, dtype=DTYPES[dtype], device=device))

@@ -5,11 +5,10 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, NoReturn, Protocol, runtime_checkable
 
-import torch
 from torch import Tensor, nn
 
 from paceline.errors import SettingsError
-from paceline.parallel.pipeline.absent import check_listing, mark_missing
+from paceline.parallel.pipeline.absent import check_listing, make_absent
 
 LAYERS_ADVICE = (
     'give the pipeline a sequence (--pipeline.sequence \'["embedding", "layers.*", "head"]\') of its children as they '
@@ -141,7 +140,7 @@ def keep_only(
                 holder[leaf] = None
                 if name in opened:
                     del holder[leaf]
-                    object.__setattr__(module, leaf, _make_ghost(tensor, f"{name}.{leaf}" if name else leaf))
+                    object.__setattr__(module, leaf, make_absent(tensor, f"{name}.{leaf}" if name else leaf))
     for leaf, child in list(module._modules.items()):  # under all its names, if it has several
         if child is None:
             continue
@@ -154,14 +153,6 @@ def keep_only(
             setattr(module, leaf, AbsentModule(child if opened else None, place))
         else:
             keep_only(child, owned, used, opened, place)
-
-
-def _make_ghost(tensor: Tensor, name: str) -> Tensor:
-    """Return a tensor like another in a few bytes; numbers computed from it are NaN."""
-    value = float("nan") if tensor.is_floating_point() else 0
-    ghost = torch.full((), value, dtype=tensor.dtype, device=tensor.device).expand(tensor.shape)
-    mark_missing(ghost, f"{name}, which only another stage has")
-    return ghost
 
 
 class AbsentModule(nn.Module):
@@ -179,7 +170,7 @@ class AbsentModule(nn.Module):
             part._parameters.clear()
             part._buffers.clear()
             for name, tensor in tensors.items():
-                object.__setattr__(part, name, None if tensor is None else _make_ghost(tensor, f"{prefix}.{name}"))
+                object.__setattr__(part, name, None if tensor is None else make_absent(tensor, f"{prefix}.{name}"))
         self._original = (original,)  # in a tuple: it is no submodule of this one
         self._place = place
 

@@ -4,8 +4,9 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, NamedTuple
-from weakref import WeakSet
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +27,8 @@ Source = tuple[int, int]
 INPUTS = -1
 CallModule = Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], Any]
 """Function that takes the place of the call of a module, given its arguments."""
+Checkpoint = Callable[[], Iterator[None]]
+"""Function that begins a `torch.utils.checkpoint`: torch's generator, which yields once, while its function runs."""
 
 
 @dataclass(frozen=True)
@@ -74,6 +77,9 @@ class PartCall:
     needs: frozenset[Source | str]
     """Outputs of earlier calls and inputs of the model that the arguments use, with names of parameters and buffers:
     those of the arguments, and of other modules that the submodule refers to."""
+    is_joined: bool = False
+    """Whether one `torch.utils.checkpoint` is around this call and the one before: its function is run again as a
+    whole."""
 
 
 @dataclass
@@ -98,11 +104,16 @@ class ForwardTrace:
     """Names, inputs and outputs that forwards between the calls read as numbers, to choose what they do."""
     draws: bool = False
     """Whether forwards between the calls draw random numbers."""
-    modules: WeakSet[nn.Module] = field(default_factory=WeakSet, compare=False, repr=False)
-    """Modules of the whole model."""
+    names: WeakKeyDictionary[nn.Module, str] = field(default_factory=WeakKeyDictionary, compare=False, repr=False)
+    """Names of the modules of the whole model."""
     sent: dict[tuple[Any, ...], list[int]] = field(default_factory=dict, compare=False, repr=False)
     """Shapes and dtypes that crossed a call, by it and the shapes of what crossed it, in a rehearsal: there tensors
     have no values that could be sent."""
+
+    def is_call(self, number: int, module: nn.Module, model: nn.Module) -> bool:
+        """Return whether `module` is what a call was of, also where another rank's has a placeholder in its place."""
+        name = self.calls[number].name
+        return model.get_submodule(name) is module or self.names.get(module) == name
 
     def tensors_of(self, number: int) -> tuple[Described, ...]:
         """Return the tensors of the inputs, or of the output of a call."""
@@ -110,7 +121,7 @@ class ForwardTrace:
 
     def is_part(self, module: nn.Module, model: nn.Module) -> bool:
         """Return whether a module is one of the model's, or takes the place of one."""
-        return module in self.modules or isinstance(module, AbsentModule) or module in set(model.modules())
+        return module in self.names or isinstance(module, AbsentModule) or module in set(model.modules())
 
     def join(self, other: "ForwardTrace") -> "ForwardTrace":
         """Return a trace with all uses of this one, and those of another one that makes the same calls."""
@@ -142,15 +153,16 @@ class ForwardRecorder(TorchFunctionMode):
 
     def __init__(self, model: nn.Module, opened: frozenset[str], inputs: Any) -> None:
         super().__init__()
-        self._names = {module: name for name, module in model.named_modules()}
+        self._names = WeakKeyDictionary({module: name for name, module in model.named_modules()})
         self._opened = [model.get_submodule(name) for name in sorted(opened)]
         structure, tensors = Structure.of(inputs)
-        self.trace = ForwardTrace(opened, structure, _describe(tensors), modules=WeakSet(self._names))
+        self.trace = ForwardTrace(opened, structure, _describe(tensors), names=self._names)
         self._needs: dict[int, frozenset[Source | str]] = {}
         self._kept: list[Any] = []  # so that no storage has the address of an earlier one
         self._versions: dict[Source, tuple[Tensor, int]] = {}
         self._reads: frozenset[Source | str] = frozenset()
         self._is_inside = False
+        self._is_recomputed = self._is_recomputed_on = False
         self._used: frozenset[Source | str] = frozenset()
         """Results and parameters that the present part uses."""
         for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
@@ -178,6 +190,7 @@ class ForwardRecorder(TorchFunctionMode):
         """Run a part of the model, and add it to the trace."""
         number = len(self.trace.calls)
         needs = self._of((args, kwargs))
+        is_joined, self._is_recomputed_on = self._is_recomputed_on, self._is_recomputed
         self._is_inside, self._used = True, frozenset()
         try:
             output = call_module(module, *args, **kwargs)
@@ -198,8 +211,17 @@ class ForwardRecorder(TorchFunctionMode):
         for place, tensor in enumerate(tensors):
             self._versions[number, place] = tensor, tensor._version
         self._kept.append(tensors)
-        self.trace.calls.append(PartCall(self._names[module], structure, _describe(tensors), needs))
+        self.trace.calls.append(PartCall(self._names[module], structure, _describe(tensors), needs, is_joined))
         return output
+
+    def recompute(self, begin: Checkpoint) -> Iterator[None]:
+        """Run a checkpoint, and note that the calls in it are no two layers."""
+        is_outermost, self._is_recomputed = not self._is_recomputed, True
+        try:
+            yield from begin()
+        finally:
+            if is_outermost:
+                self._is_recomputed = self._is_recomputed_on = False
 
     def finish(self, output: Any) -> ForwardTrace:
         """Return the trace of a forward that has returned `output`."""
@@ -279,11 +301,14 @@ call_module = nn.Module.__call__
 
 
 @contextmanager
-def calls_replaced(model: nn.Module, trace: ForwardTrace, replacement: CallModule) -> Iterator[None]:
+def calls_replaced(
+    model: nn.Module, trace: ForwardTrace, replacement: CallModule, recompute: Callable[[Checkpoint], Iterator[None]]
+) -> Iterator[None]:
     """While active, this thread calls `replacement` where an opened module of `model` calls a part.
 
-    Inside of such a call modules are called as always. A module that is none of the model's, such as a slice of an
-    `nn.Sequential`, does what its own forward says, as an opened one.
+    It calls `recompute` where one begins a `torch.utils.checkpoint`. Inside of a call of a part modules and checkpoints
+    are as always. A module that is none of the model's, such as a slice of an `nn.Sequential`, does what its own
+    forward says, as an opened one.
     """
     inside = {model.get_submodule(name) for name in trace.opened}
 
@@ -298,9 +323,14 @@ def calls_replaced(model: nn.Module, trace: ForwardTrace, replacement: CallModul
             _here.model = model
             nn.Module.__call__ = replaced  # type: ignore[method-assign]
 
+    def begin(*args: Any, **kwargs: Any) -> Iterator[None]:
+        own = partial(_begin_checkpoint, *args, **kwargs)
+        return recompute(own) if getattr(_here, "model", None) is model else own()
+
     # As torch.fx does while it traces; hooks, FSDP and compiled blocks stay what they are.
     _here.model = model
     torch.utils.checkpoint.CheckpointFunction = _Checkpoint  # type: ignore[misc, assignment]
+    torch.utils.checkpoint._checkpoint_without_reentrant_generator = begin
     nn.Module.__call__ = replaced  # type: ignore[method-assign]
     try:
         yield
@@ -309,8 +339,10 @@ def calls_replaced(model: nn.Module, trace: ForwardTrace, replacement: CallModul
         nn.Module.__call__ = call_module  # type: ignore[method-assign]
         replaced = call_module  # else the function would hold itself, and with it all results of the run
         torch.utils.checkpoint.CheckpointFunction = _TorchCheckpoint  # type: ignore[misc]
+        torch.utils.checkpoint._checkpoint_without_reentrant_generator = _begin_checkpoint
 
 
+_begin_checkpoint = torch.utils.checkpoint._checkpoint_without_reentrant_generator
 _TorchCheckpoint = torch.utils.checkpoint.CheckpointFunction
 
 
@@ -331,7 +363,8 @@ def record(model: nn.Module, opened: frozenset[str], inputs: Any) -> ForwardTrac
     inputs = map_tensors(lambda tensor: tensor.clone(), inputs)  # no two of which share memory
     recorder = ForwardRecorder(model, opened, inputs)
     keeps_nothing = torch.autograd.graph.saved_tensors_hooks(lambda tensor: None, lambda _: torch.empty(0))
-    with recorder, calls_replaced(model, recorder.trace, recorder.call_part), torch.enable_grad(), keeps_nothing:
+    replaced = calls_replaced(model, recorder.trace, recorder.call_part, recorder.recompute)
+    with recorder, replaced, torch.enable_grad(), keeps_nothing:
         return recorder.finish(find_output(call(model, inputs)))
 
 
