@@ -121,6 +121,15 @@ def test_a_full_disk_takes_what_is_printed_and_ends_nobody(tmp_path):
     assert ended[0][1] == "done"
 
 
+def test_a_worker_is_replaced_where_somebody_has_removed_the_folder_of_what_they_print(tmp_path):
+    force = LocalWorkforce(print_words, tmp_path, 1, ControlAccess("127.0.0.1", 1, bytes(32)))
+    force.start("w0", 0, epoch=3)
+    while not (ended := force.wait(5)):
+        pass
+    assert ended[0][1] == "done"
+    assert (tmp_path / "workers" / "rank0.out").read_text() == "3\n"
+
+
 def test_what_a_full_disk_has_taken_is_told_once_there_is_room_again(tmp_path):
     descriptor = os.open("/dev/full", os.O_WRONLY)
     stream = processes._open_output(descriptor, "strict")

@@ -96,6 +96,8 @@ class LocalWorkforce(Workforce):
         if name in self._running:
             return
         output = self._directory / "workers"
+        with contextlib.suppress(OSError):  # a full disk, on which somebody has removed the folder too
+            output.mkdir(exist_ok=True)
         environment = make_environment(slot, self._size, self._access, self._address)
         arguments = (environment, output, self._function, (self._directory, epoch, name))
         self._replace_server()
