@@ -1,4 +1,4 @@
-"""Several runs planned on one fleet: the curve of each, the best schedule, and simpler ones beside it."""
+"""Several runs planned on one fleet: the curve of each, the best timetable, and simpler ones beside it."""
 
 import time
 from collections.abc import Sequence
@@ -8,9 +8,9 @@ from paceline.errors import SettingsError
 from paceline.planner.candidate import Candidate, Machines
 from paceline.planner.choice import Choice, choose
 from paceline.planner.explain import list_neighbours
-from paceline.planner.fleet import Fleet, Option, Slot, come_first, divide_evenly
-from paceline.planner.fleet_intervals import SURE, Draws, Priced
-from paceline.planner.fleet_search import FleetLimits, Found, Objective, search
+from paceline.planner.fleet import Allocation, Fleet, Option, come_first, divide_evenly
+from paceline.planner.fleet_intervals import SURE, Priced, TimeDraws
+from paceline.planner.fleet_search import FleetLimits, Objective, SearchResult, search
 from paceline.planner.planning import Planned, Trial, answer_candidate, refuse_alike
 from paceline.planner.pool import make_pool
 from paceline.planner.problem import PlanProblem
@@ -60,10 +60,10 @@ class FleetPlan:
         machines: Machines of the fleet.
         fleet: Hosts and ranks of these.
         curves: Curve of each run.
-        found: Best schedule, and whether it is proven to be.
+        found: Best timetable, and whether it is proven to be.
         by: Measure that is least in it.
         best: The same with intervals.
-        others: Simpler schedules by name; None where there are fewer ranks than such a one needs.
+        others: Simpler timetables by name; None where there are fewer ranks than such a one needs.
         plans: Plan of each run.
         took_s: Seconds that planning took.
         limits: Limits of all together.
@@ -73,7 +73,7 @@ class FleetPlan:
     machines: Machines
     fleet: Fleet
     curves: tuple[RunCurve, ...]
-    found: Found
+    found: SearchResult
     by: Objective
     best: Priced
     others: dict[str, Priced | None]
@@ -82,9 +82,9 @@ class FleetPlan:
     limits: FleetLimits
     intervals: tuple[tuple[tuple[float, float], ...], ...]
 
-    def list_before(self, slot: Slot) -> list[int]:
-        """Return the runs that must end before one of the best schedule begins."""
-        return self.best.schedule.list_before(slot)
+    def list_before(self, entry: Allocation) -> list[int]:
+        """Return the runs that must end before one of the best timetable begins."""
+        return self.best.timetable.list_before(entry)
 
 
 def make_fleet(machines: Machines) -> Fleet:
@@ -112,7 +112,7 @@ def plan_fleet(runs: Sequence[FleetRun], posterior: Posterior, limits: FleetLimi
         limits: Limits of all together.
 
     Raises:
-        SettingsError: A run fits on no part of the fleet, or no schedule keeps the limits.
+        SettingsError: A run fits on no part of the fleet, or no timetable keeps the limits.
     """
     began_s = time.perf_counter()
     machines = runs[0].problem.machines[0]
@@ -123,14 +123,14 @@ def plan_fleet(runs: Sequence[FleetRun], posterior: Posterior, limits: FleetLimi
     if limits.within_s is not None:
         by = "money" if runs[0].problem.has_prices else "energy"
     found = search(fleet, options, limits, by)
-    if found.schedule is None:
+    if found.timetable is None:
         raise _nothing_keeps(fleet, options, limits, found)
-    draws = Draws(options, [[choice.needs for choice in curve.choices] for curve in curves], posterior)
-    best = draws.price(found.schedule, found.schedule)
+    draws = TimeDraws(options, [[choice.needs for choice in curve.choices] for curve in curves], posterior)
+    best = draws.price(found.timetable, found.timetable)
     even = divide_evenly(fleet, options)
     simple = {"even split": even, "first come": come_first(fleet, options)}
-    others = {name: None if one is None else draws.price(one, found.schedule) for name, one in simple.items()}
-    plans = {slot.run: _make_planned(curves[slot.run], slot.option) for slot in found.schedule.slots}
+    others = {name: None if one is None else draws.price(one, found.timetable) for name, one in simple.items()}
+    plans = {entry.run: _make_planned(curves[entry.run], entry.option) for entry in found.timetable.entries}
     return FleetPlan(
         machines,
         fleet,
@@ -210,9 +210,9 @@ def _make_planned(curve: RunCurve, option: int) -> Planned:
 
 
 def _nothing_keeps(
-    fleet: Fleet, options: Sequence[Sequence[Option]], limits: FleetLimits, found: Found
+    fleet: Fleet, options: Sequence[Sequence[Option]], limits: FleetLimits, found: SearchResult
 ) -> SettingsError:
-    soonest = search(fleet, options, FleetLimits()).schedule
+    soonest = search(fleet, options, FleetLimits()).timetable
     assert soonest is not None
     money = sum(min(one.money for one in of_run) for of_run in options)
     energy_j = sum(min(one.energy_j for one in of_run) for of_run in options)
