@@ -39,12 +39,9 @@ class Fleet:
 
 
 def _list_hosts(most: int) -> list[int]:
-    """Return numbers of hosts: each up to 8, and from there each power of two, one and a half times it, and all."""
-    found = {most, *range(1, min(most, 8) + 1)}
-    size = 8
-    while size <= most:
-        found |= {size, size * 3 // 2}
-        size *= 2
+    """Return numbers of hosts: powers of two, one and a half times those up to 16, and all."""
+    powers = {1 << power for power in range(most.bit_length())}
+    found = {most, 3, 6, 12, 24, *powers}
     return sorted(one for one in found if one <= most)
 
 

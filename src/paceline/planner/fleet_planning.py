@@ -1,8 +1,10 @@
 """Several runs planned on one fleet: the curve of each, the best timetable, and simpler ones beside it."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+
+import numpy as np
 
 from paceline.errors import SettingsError
 from paceline.planner.candidate import Candidate, Machines
@@ -12,12 +14,14 @@ from paceline.planner.fleet import Allocation, Fleet, Option, come_first, divide
 from paceline.planner.fleet_intervals import SURE, Priced, TimeDraws
 from paceline.planner.fleet_search import FleetLimits, Objective, SearchResult, search
 from paceline.planner.planning import Planned, Trial, answer_candidate, refuse_alike
-from paceline.planner.pool import make_pool
+from paceline.planner.pool import Pool, make_pool
 from paceline.planner.problem import PlanProblem
 from paceline.planner.space import Space, make_space
 from paceline.simulator.training.fit import Posterior
 
 _MOST_TRIALS = 200
+_MOST_COMPARED = 100
+"""Fastest candidates of each kind among which the plan of so many ranks is chosen."""
 
 
 @dataclass(frozen=True)
@@ -155,7 +159,9 @@ def make_curve(run: FleetRun, posterior: Posterior, fleet: Fleet) -> RunCurve:
     problem = run.problem
     numbers = {fleet.ranks_per_host >> halvings for halvings in range(fleet.ranks_per_host.bit_length())}
     numbers = {number for number in numbers if number and fleet.ranks_per_host % number == 0} | set(fleet.sizes)
-    space = make_space(problem, num_ranks=sorted(numbers, reverse=True))
+    # Where there are too many candidates, numbers that are no halves of the fleet are left out first.
+    ordered = sorted(numbers, key=lambda number: (fleet.num_ranks % number == 0, number), reverse=True)
+    space = make_space(problem, num_ranks=ordered)
     pool, least = make_pool(problem, posterior, space.candidates)
     refused: dict[Candidate, str] = {}
     accepted: set[Candidate] = set()
@@ -164,7 +170,8 @@ def make_curve(run: FleetRun, posterior: Posterior, fleet: Fleet) -> RunCurve:
     for size in fleet.sizes:
         try:
             while True:
-                choice = choose(pool, least, refused, size)
+                best = _take_best(pool, size, refused)
+                choice = choose(best, least, refused, size)
                 candidate = choice.needs.candidate
                 why = "" if candidate in accepted else run.trial(candidate)
                 if not why:
@@ -183,6 +190,21 @@ def make_curve(run: FleetRun, posterior: Posterior, fleet: Fleet) -> RunCurve:
         raise SettingsError(f"{run.name}: {reason}")
     options, choices = zip(*found, strict=True)
     return RunCurve(run, space, options, choices)
+
+
+def _take_best(pool: Pool, num_ranks: int, refused: Mapping[Candidate, str]) -> Pool:
+    """Return the fastest that fit on so many ranks, and the fastest of plainer kinds, which are taken in a tie."""
+    candidates = [one.candidate for one in pool.needs]
+    allowed = pool.fits & np.array([one.division.num_ranks <= num_ranks for one in candidates], dtype=bool)
+    if refused:
+        allowed &= np.array([one not in refused for one in candidates], dtype=bool)
+    is_exact = np.array([one.way is None for one in candidates], dtype=bool)
+    is_undivided = np.array([one.division.ranks_of_worker == 1 for one in candidates], dtype=bool)
+    kept: set[int] = set()
+    for kind in (allowed, allowed & is_exact, allowed & is_exact & is_undivided):
+        places = np.flatnonzero(kind)
+        kept |= set(places[np.argsort(pool.step_s[places])[:_MOST_COMPARED]].tolist())
+    return pool.take(sorted(kept)) if kept else pool
 
 
 def _make_option(choice: Choice, num_ranks: int) -> Option:
@@ -204,7 +226,7 @@ def _make_planned(curve: RunCurve, option: int) -> Planned:
         answer_candidate(choice, None),
         (),
         tuple(list_neighbours(choice)),
-        len(curve.space.candidates) - len(choice.pool.needs),
+        0,
         0.0,
     )
 

@@ -50,6 +50,8 @@ def describe_fleet(fleet: FleetPlan) -> list[str]:
         plan = fleet.plans[entry.run].candidate.describe()
         lines.append(f"  {names[entry.run]}: {_ranks(fleet, entry.units)}, {when}, for {_time(times.time_s)}: {plan}")
     lines.append(_describe_proof(fleet))
+    left = [f"{curve.run.name} on {curve.space.left_out}" for curve in fleet.curves if curve.space.left_out]
+    lines += [f"not searched: {'; '.join(left)}"] if left else []
     for name, other in fleet.others.items():
         lines.append(f"{name}: {_compare(fleet, other)}")
     lines += [_say_excess(fleet, what, amount, limit) for what, amount, limit in _list_excesses(fleet)]
