@@ -5,6 +5,7 @@ import math
 from pathlib import Path
 
 import pytest
+from pydantic import ValidationError
 from typer.testing import CliRunner
 
 from paceline.benchmarks.reproductions import (
@@ -134,6 +135,14 @@ def test_peaks_add_up_but_for_those_that_do_not():
     assert rows["DGX-2H: most W"].note.startswith("10,000 W is of DGX-2's data sheet")
     assert rows["TPU v3, one chip: bf16 Tflop/s"].note.startswith("420 is of a board of four chips")
     assert all(row.low is None for row in rows.values())
+
+
+@pytest.mark.parametrize(
+    ("table", "field"), [(AllReduceTable, "num_nodes"), (Bandwidth, "num_nodes"), (CompressionRatios, "num_workers")]
+)
+def test_fewer_than_two_exchange_nothing(table, field):
+    with pytest.raises(ValidationError, match="greater than or equal to 2"):
+        table(**{field: (1,)})
 
 
 def test_ratios_of_codecs_count_indices_and_gathering():

@@ -10,6 +10,7 @@ from paceline.benchmarks.reproductions.predicted import (
     Amount,
     PredictedRow,
     PredictedTable,
+    Several,
     counted,
     predicted,
     spread_of_parameter,
@@ -43,8 +44,8 @@ class AllReduceTable(PredictedTable):
     work on each node: ResNet-50's gradients in fp32 after a tenth of a second, which the figure does not state.
     """
 
-    num_nodes: tuple[int, ...] = (2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
-    counted_nodes: tuple[int, ...] = (8, 1024)
+    num_nodes: tuple[Several, ...] = (2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
+    counted_nodes: tuple[Several, ...] = (8, 1024)
     """Numbers of nodes whose steps and bytes are counted."""
     cluster: Cluster = Switch()
     """Network of the nodes, one rank on each."""

@@ -1,10 +1,11 @@
 """Compression ratios of gradient codecs: published ones beside the bytes that ours send."""
 
-from math import prod
+from typing import Annotated
 
 import torch
+from pydantic import Field
 
-from paceline.benchmarks.reproductions.predicted import PredictedRow, PredictedTable, counted
+from paceline.benchmarks.reproductions.predicted import PredictedRow, PredictedTable, Several, counted
 from paceline.compression import Codec, Int8, NoCodec, OneBit, TopK
 from paceline.registry import register
 
@@ -17,9 +18,9 @@ class CompressionRatios(PredictedTable):
     ImageNet, is not predicted: `paceline compare codecs` measures it on models of this machine's size.
     """
 
-    shape: tuple[int, ...] = (2048, 1024)
+    shape: tuple[Annotated[int, Field(ge=1)], ...] = (2048, 1024)
     """Shape of the matrix."""
-    num_workers: tuple[int, ...] = (2, 16)
+    num_workers: tuple[Several, ...] = (2, 16)
 
     def reproduce(self) -> list[PredictedRow]:
         """Count them."""
@@ -30,7 +31,6 @@ class CompressionRatios(PredictedTable):
             "1 bit": (OneBit(), 32, ""),
         }
         shape = torch.Size(self.shape)
-        assert prod(shape) > 0
         rows = []
         for workers in self.num_workers:
             dense = NoCodec().wire_bytes(shape, workers)

@@ -4,9 +4,10 @@ from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import exp
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
+from pydantic import Field
 
 from paceline.benchmarks.reproductions.base import Reproduction
 from paceline.benchmarks.tables import TableRow
@@ -19,6 +20,8 @@ from paceline.simulator.training.likeness import Features
 from paceline.simulator.training.memory import estimate_memory
 from paceline.simulator.training.parameters import PARAMETERS
 
+Several = Annotated[int, Field(ge=2)]
+"""Number of nodes or workers that exchange something."""
 Amount = tuple[float, float, float]
 """An estimate and the ends of its 90 % interval."""
 

@@ -15,6 +15,7 @@ from paceline.benchmarks.reproductions.predicted import (
     Amount,
     PredictedRow,
     PredictedTable,
+    Several,
     Steps,
     contains,
     predicted,
@@ -57,7 +58,7 @@ class Bandwidth(PredictedTable):
     The work of each device stays; the figure states neither model nor batch.
     """
 
-    num_nodes: tuple[int, ...] = (2, 16, 128, 1024)
+    num_nodes: tuple[Several, ...] = (2, 16, 128, 1024)
     batch: int = Field(default=64, ge=1)
     """Images of a device in a step."""
     links: tuple[str, ...] = ("25gbit", "100gbit", "200gbit")
