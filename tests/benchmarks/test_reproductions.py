@@ -97,7 +97,7 @@ def test_reproductions_are_listed():
     assert result.exit_code == 0
     assert "language-model-sync" in result.output
     assert "Time and perplexity of a Transformer language model" in result.output
-    with pytest.raises(UnknownNameError, match="known: language-model-sync"):
+    with pytest.raises(UnknownNameError, match=r"known: all, all-reduce, .*, language-model-sync"):
         find_reproduction("imagenet")
 
 

@@ -1,4 +1,4 @@
-"""Runs on one fleet: schedules against looking at all start times, laws, and curves against plans of single runs."""
+"""Runs on one fleet: timetables against looking at all start times, laws, and curves against plans of single runs."""
 
 import itertools
 import random
@@ -21,7 +21,7 @@ from paceline.planner.planning import make_plan
 def look_at_all(num_ranks, curves, limits, by):
     """Return the least (money, energy or nothing, end) over all options and all whole start times, None if none keeps.
 
-    Times are whole numbers, so that some best schedule begins all runs at whole times.
+    Times are whole numbers, so that some best timetable begins all runs at whole times.
     """
     best = None
     for options in itertools.product(*curves):
@@ -32,12 +32,12 @@ def look_at_all(num_ranks, curves, limits, by):
             continue
         horizon = int(sum(one.time_s for one in options))
         for starts in itertools.product(range(horizon), repeat=len(options)):
-            slots = [(start, start + one.time_s, one.num_ranks) for start, one in zip(starts, options, strict=True)]
-            end_s = max(end for _, end, _ in slots)
+            entries = [(start, start + one.time_s, one.num_ranks) for start, one in zip(starts, options, strict=True)]
+            end_s = max(end for _, end, _ in entries)
             key = (*{"time": (), "money": (money,), "energy": (energy_j,)}[by], end_s)
             if (best is not None and key >= best) or (limits.within_s is not None and end_s > limits.within_s):
                 continue
-            if all(sum(n for start, end, n in slots if start <= now < end) <= num_ranks for now in starts):
+            if all(sum(n for start, end, n in entries if start <= now < end) <= num_ranks for now in starts):
                 best = key
     return best
 
@@ -58,14 +58,14 @@ FLEETS = (Fleet(1, 2), Fleet(1, 4), Fleet(2, 2), Fleet(2, 4), Fleet(3, 2, can_di
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_the_best_schedule_is_that_of_looking_at_all_start_times(seed):
+def test_the_best_timetable_is_that_of_looking_at_all_start_times(seed):
     rng = random.Random(seed)
     fleet = FLEETS[seed % len(FLEETS)]
     curves = make_curves(rng, fleet)
     found = search(fleet, curves, FleetLimits())
     assert found.is_proven
-    assert (found.schedule.end_s,) == pytest.approx(look_at_all(fleet.num_ranks, curves, FleetLimits(), "time"))
-    assert found.bound_s <= found.schedule.end_s
+    assert (found.timetable.end_s,) == pytest.approx(look_at_all(fleet.num_ranks, curves, FleetLimits(), "time"))
+    assert found.bound_s <= found.timetable.end_s
 
 
 @pytest.mark.parametrize("seed", range(30))
@@ -79,11 +79,11 @@ def test_limits_are_kept_by_the_cheapest_and_where_none_keeps_them_there_is_none
     wanted = look_at_all(fleet.num_ranks, curves, limits, by)
     assert found.is_proven
     if wanted is None:
-        assert found.schedule is None
+        assert found.timetable is None
         return
-    value = {"money": found.schedule.money, "energy": found.schedule.energy_j}[by]
-    assert (value, found.schedule.end_s) == pytest.approx(wanted)
-    assert limits.keeps(found.schedule)
+    value = {"money": found.timetable.money, "energy": found.timetable.energy_j}[by]
+    assert (value, found.timetable.end_s) == pytest.approx(wanted)
+    assert limits.keeps(found.timetable)
 
 
 ORDERS = st.lists(st.tuples(st.integers(0, 3), st.floats(0.1, 10.0)), min_size=1, max_size=6)
@@ -94,27 +94,27 @@ ORDERS = st.lists(st.tuples(st.integers(0, 3), st.floats(0.1, 10.0)), min_size=1
 def test_no_rank_has_two_runs_at_once_and_parts_of_a_host_are_of_one(chosen):
     fleet = Fleet(3, 4)
     curves = [tuple(Option(size, time_s / size) for size in fleet.sizes) for _, time_s in chosen]
-    schedule = place(fleet, curves, tuple((run, number) for run, (number, _) in enumerate(chosen)))
-    held = [(slot, schedule.list_ranks(slot)) for slot in schedule.slots]
-    for slot, ranks in held:
-        size = curves[slot.run][slot.option].num_ranks
+    timetable = place(fleet, curves, tuple((run, number) for run, (number, _) in enumerate(chosen)))
+    held = [(entry, timetable.list_ranks(entry)) for entry in timetable.entries]
+    for entry, ranks in held:
+        size = curves[entry.run][entry.option].num_ranks
         assert len(set(ranks)) == size
         assert len({rank // 4 for rank in ranks}) == max(1, size // 4)
     for (one, ranks), (other, others) in itertools.combinations(held, 2):
         if set(ranks) & set(others):
             assert one.end_s <= other.begin_s or other.end_s <= one.begin_s
-    times = np.array([[slot.end_s - slot.begin_s] for slot in schedule.slots])
-    assert schedule.retime(times)[:, 0] == pytest.approx([slot.end_s for slot in schedule.slots])
-    assert (schedule.retime(1.5 * times) >= schedule.retime(times)).all()
+    times = np.array([[entry.end_s - entry.begin_s] for entry in timetable.entries])
+    assert timetable.retime(times)[:, 0] == pytest.approx([entry.end_s for entry in timetable.entries])
+    assert (timetable.retime(1.5 * times) >= timetable.retime(times)).all()
 
 
 def test_even_split_and_first_come_are_what_they_say():
     fleet = Fleet(1, 4)
     curves = [(Option(1, 8.0), Option(2, 4.0), Option(4, 2.0)), (Option(1, 6.0), Option(2, 5.0))]
     even, first = divide_evenly(fleet, curves), come_first(fleet, curves)
-    assert [(slot.begin_s, slot.end_s) for slot in even.slots] == [(0.0, 4.0), (0.0, 5.0)]
-    assert [(slot.begin_s, slot.end_s) for slot in first.slots] == [(0.0, 2.0), (2.0, 7.0)]
-    assert first.list_before(first.slots[1]) == [0]
+    assert [(entry.begin_s, entry.end_s) for entry in even.entries] == [(0.0, 4.0), (0.0, 5.0)]
+    assert [(entry.begin_s, entry.end_s) for entry in first.entries] == [(0.0, 2.0), (2.0, 7.0)]
+    assert first.list_before(first.entries[1]) == [0]
     assert divide_evenly(Fleet(1, 1), [(Option(1, 1.0),)] * 2) is None
 
 
@@ -122,16 +122,16 @@ def test_runs_that_scale_are_put_in_order_the_shortest_first_and_runs_that_do_no
     fleet = Fleet(1, 4)
     scaling = [tuple(Option(size, work / size) for size in (1, 2, 4)) for work in (40.0, 8.0)]
     found = search(fleet, scaling, FleetLimits())
-    assert found.schedule.end_s == pytest.approx(12.0)
-    assert [slot.run for slot in sorted(found.schedule.slots, key=lambda slot: slot.begin_s)] == [1, 0]
+    assert found.timetable.end_s == pytest.approx(12.0)
+    assert [entry.run for entry in sorted(found.timetable.entries, key=lambda entry: entry.begin_s)] == [1, 0]
     alone = [(Option(1, 5.0),)] * 4
-    shared = search(fleet, alone, FleetLimits()).schedule
-    assert {slot.begin_s for slot in shared.slots} == {0.0}
-    assert len({slot.units for slot in shared.slots}) == 4
+    shared = search(fleet, alone, FleetLimits()).timetable
+    assert {entry.begin_s for entry in shared.entries} == {0.0}
+    assert len({entry.units for entry in shared.entries}) == 4
 
 
 @pytest.mark.parametrize("num_hosts", [1, 4])
-def test_many_runs_end_no_later_than_simple_schedules_do_and_no_sooner_than_they_can(num_hosts):
+def test_many_runs_end_no_later_than_simple_timetables_do_and_no_sooner_than_they_can(num_hosts):
     fleet = Fleet(num_hosts, 8)
     rng = random.Random(1)
     curves = [
@@ -142,8 +142,8 @@ def test_many_runs_end_no_later_than_simple_schedules_do_and_no_sooner_than_they
     found = search(fleet, curves, FleetLimits(), most_nodes=2000)
     assert found.num_nodes > 2000 or found.is_proven
     simple = [divide_evenly(fleet, curves), come_first(fleet, curves)]
-    assert bound_end(fleet, curves) <= found.schedule.end_s <= min(one.end_s for one in simple if one is not None)
-    assert sorted(slot.run for slot in found.schedule.slots) == list(range(10))
+    assert bound_end(fleet, curves) <= found.timetable.end_s <= min(one.end_s for one in simple if one is not None)
+    assert sorted(entry.run for entry in found.timetable.entries) == list(range(10))
 
 
 def make_runs(machines, *problems, trial=lambda _: ""):
@@ -199,7 +199,7 @@ def test_small_runs_share_a_host_with_a_large_one_and_all_is_said(planned):
     assert document["compared"]["even split"]["is_tie"] == even.is_tie
 
 
-def test_a_schedule_that_differs_by_less_than_is_known_is_a_tie():
+def test_a_timetable_that_differs_by_less_than_is_known_is_a_tie():
     planned = plan_fleet(make_runs(make_machines(num_ranks=2), LARGE, LARGE), posterior(), FleetLimits())
     assert planned.others["even split"].is_tie
     assert ": a tie, the difference is less than is known" in "\n".join(describe_fleet(planned))
@@ -245,7 +245,7 @@ def test_hosts_whose_processors_compute_are_not_divided_and_ranks_are_of_whole_h
     assert make_fleet(on_cpus).sizes == (2, 4)
     assert make_fleet(make_machines(num_ranks=16)).sizes == (1, 2, 4, 8, 16)
     assert make_fleet(make_machines(num_ranks=4)).sizes == (1, 2, 4)
-    assert Fleet(20, 8).sizes == (1, 2, 4, *range(8, 65, 8), 96, 128, 160)
+    assert Fleet(20, 8).sizes == (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160)
     with pytest.raises(SettingsError, match=r"--num_ranks must be of whole hosts for several runs, but got 12 = 1 x 8"):
         make_fleet(make_machines(num_ranks=12))
 

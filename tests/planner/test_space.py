@@ -113,7 +113,7 @@ def test_fewer_ranks_are_considered_while_there_are_few_candidates():
     assert whole.left_out == ""
     few = make_space(problem, most=100)
     assert {one.division.num_ranks for one in few.candidates} == {32}
-    assert few.left_out == "fewer than 32 ranks of dgx_a100"
+    assert few.left_out == "1, 2, 4, 8, 16 ranks of dgx_a100"
 
 
 def test_overrides_are_only_those_of_axes_that_there_are():

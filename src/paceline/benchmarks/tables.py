@@ -65,10 +65,15 @@ def write_files(rows: Sequence[TableRow], json: Path | None, markdown: Path | No
         whole = {"advice": advice, "rows": documents} if advice else documents
         json.write_text(json_module.dumps(whole, indent=2) + "\n")
     if markdown is not None:
-        headings, *lines = _lines(rows)
-        lines = [headings, ("---",) * len(headings), *lines]
-        table = "".join(f"| {' | '.join(line)} |\n" for line in lines)
+        table = format_markdown(rows)
         markdown.write_text(f"{table}\n{advice}\n" if advice else table)
+
+
+def format_markdown(rows: Sequence[TableRow]) -> str:
+    """Return rows of one kind as a table of a page of documentation."""
+    headings, *lines = _lines(rows)
+    lines = [headings, ("---",) * len(headings), *lines]
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 
 def _lines(rows: Sequence[TableRow]) -> list[tuple[str, ...]]:

@@ -63,13 +63,13 @@ def plan_recipes(
         typer.echo(line)
     _print_curves(fleet)
     typer.echo("\nwritten; train them with:")
-    for slot in sorted(fleet.best.schedule.slots, key=lambda one: one.begin_s):
+    for entry in sorted(fleet.best.timetable.entries, key=lambda one: one.begin_s):
         when = (
             ""
-            if not slot.begin_s
-            else f"    # when {' and '.join(names[run] for run in fleet.list_before(slot))} ended"
+            if not entry.begin_s
+            else f"    # when {' and '.join(names[run] for run in fleet.list_before(entry))} ended"
         )
-        typer.echo(f"  paceline train {prepared[slot.run].recipe} --plan {files[slot.run]}{when}")
+        typer.echo(f"  paceline train {prepared[entry.run].recipe} --plan {files[entry.run]}{when}")
 
 
 def _print_curves(fleet: FleetPlan) -> None:
@@ -83,7 +83,7 @@ def _print_curves(fleet: FleetPlan) -> None:
     currency = fleet.curves[0].run.problem.currency
     has_prices = fleet.curves[0].run.problem.has_prices
     table = Table("run", "ranks", "time", "", *([currency] if has_prices else []), "kWh", "plan", box=None)
-    chosen = set(fleet.best.schedule.order)
+    chosen = set(fleet.best.timetable.order)
     for run, curve in enumerate(fleet.curves):
         for place, (option, choice) in enumerate(zip(curve.options, curve.choices, strict=True)):
             low, high = fleet.intervals[run][place]

@@ -87,7 +87,7 @@ def plan_recipe(
 
 
 @dataclass(frozen=True)
-class Prepared:
+class PlannableRecipe:
     """A recipe that is ready to be planned.
 
     Args:
@@ -115,7 +115,7 @@ def prepare(
     limits: Limits,
     site: Site,
     allows_inexact: bool,
-) -> Prepared:
+) -> PlannableRecipe:
     """Return a recipe that is ready to be planned: its model is traced, and its settings are checked.
 
     Args:
@@ -153,7 +153,7 @@ def prepare(
     problem = PlanProblem(
         row, run.global_batch, machines, (run.precision,), num_steps, limits, site, inexact, has_blocks
     )
-    return Prepared(absolute_recipe(recipe), run, problem, _make_trial(run, splits))
+    return PlannableRecipe(absolute_recipe(recipe), run, problem, _make_trial(run, splits))
 
 
 def _list_inexact(run: "Run", module: nn.Module, num_steps: int) -> Inexact:

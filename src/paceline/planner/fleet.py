@@ -39,12 +39,9 @@ class Fleet:
 
 
 def _list_hosts(most: int) -> list[int]:
-    """Return numbers of hosts: each up to 8, and from there each power of two, one and a half times it, and all."""
-    found = {most, *range(1, min(most, 8) + 1)}
-    size = 8
-    while size <= most:
-        found |= {size, size * 3 // 2}
-        size *= 2
+    """Return numbers of hosts: powers of two, one and a half times those up to 16, and all."""
+    powers = {1 << power for power in range(most.bit_length())}
+    found = {most, 3, 6, 12, 24, *powers}
     return sorted(one for one in found if one <= most)
 
 
@@ -72,7 +69,7 @@ Order = tuple[tuple[int, int], ...]
 
 
 @dataclass(frozen=True)
-class Slot:
+class Allocation:
     """Ranks that a run holds, and when.
 
     Args:
@@ -91,60 +88,60 @@ class Slot:
 
 
 @dataclass(frozen=True)
-class Schedule:
+class Timetable:
     """Runs on a fleet.
 
     Args:
         fleet: The fleet.
         unit: Ranks of the smallest part.
-        slots: Part of each run, in the order in which they take ranks.
+        entries: Holdings of each run, in the order in which they take ranks.
         money: Price of all.
         energy_j: Energy of all.
     """
 
     fleet: Fleet
     unit: int
-    slots: tuple[Slot, ...]
+    entries: tuple[Allocation, ...]
     money: float
     energy_j: float
 
     @property
     def order(self) -> Order:
         """Runs in the order in which they take ranks."""
-        return tuple((slot.run, slot.option) for slot in self.slots)
+        return tuple((entry.run, entry.option) for entry in self.entries)
 
     @property
     def end_s(self) -> float:
         """Time at which the last run ends."""
-        return max(slot.end_s for slot in self.slots)
+        return max(entry.end_s for entry in self.entries)
 
     @property
     def mean_end_s(self) -> float:
         """Mean time at which runs end."""
-        return sum(slot.end_s for slot in self.slots) / len(self.slots)
+        return sum(entry.end_s for entry in self.entries) / len(self.entries)
 
-    def list_ranks(self, slot: Slot) -> tuple[int, ...]:
+    def list_ranks(self, entry: Allocation) -> tuple[int, ...]:
         """Return the ranks of the fleet that a run holds."""
-        return tuple(one * self.unit + rank for one in slot.units for rank in range(self.unit))
+        return tuple(one * self.unit + rank for one in entry.units for rank in range(self.unit))
 
-    def list_before(self, slot: Slot) -> list[int]:
+    def list_before(self, entry: Allocation) -> list[int]:
         """Return the runs that must end before one begins: those that last held its ranks."""
         last: dict[int, int] = {}
-        for other in self.slots[: self.slots.index(slot)]:
+        for other in self.entries[: self.entries.index(entry)]:
             last |= dict.fromkeys(other.units, other.run)
-        return sorted({last[unit] for unit in slot.units if unit in last})
+        return sorted({last[unit] for unit in entry.units if unit in last})
 
     def retime(self, times_s: Floats) -> Floats:
         """Return when each run ends if runs take other times, on the same ranks in the same order.
 
         Args:
-            times_s: Times of each slot, shape (slots, draws).
+            times_s: Times of each entry, shape (entries, draws).
         """
         num_units = self.fleet.num_ranks // self.unit
         free_s = np.zeros((num_units, times_s.shape[1]))
         ends = np.zeros_like(times_s)
-        for number, slot in enumerate(self.slots):
-            held = list(slot.units)
+        for number, entry in enumerate(self.entries):
+            held = list(entry.units)
             ends[number] = free_s[held].max(axis=0) + times_s[number]
             free_s[held] = ends[number]
         return ends
@@ -163,25 +160,25 @@ class Placing:
         self.unit = gcd(fleet.ranks_per_host, *(option.num_ranks for options in curves for option in options))
         self._units_of_host = fleet.ranks_per_host // self.unit
         self._free_s = [0.0] * (fleet.num_ranks // self.unit)
-        self.slots: list[Slot] = []
+        self.entries: list[Allocation] = []
         self._undo: list[list[float]] = []
 
-    def push(self, run: int, option: int) -> Slot:
+    def push(self, run: int, option: int) -> Allocation:
         """Put a run where it can begin soonest; of equal places where least is free."""
         taken = self._curves[run][option]
         size = taken.num_ranks // self.unit
         units = self._find_part(size) if size < self._units_of_host else self._find_hosts(size // self._units_of_host)
         begin_s = max(self._free_s[unit] for unit in units)
-        slot = Slot(run, option, units, begin_s, begin_s + taken.time_s)
+        entry = Allocation(run, option, units, begin_s, begin_s + taken.time_s)
         self._undo.append([self._free_s[unit] for unit in units])
         for unit in units:
-            self._free_s[unit] = slot.end_s
-        self.slots.append(slot)
-        return slot
+            self._free_s[unit] = entry.end_s
+        self.entries.append(entry)
+        return entry
 
     def pop(self) -> None:
         """Take the last run off."""
-        for unit, free_s in zip(self.slots.pop().units, self._undo.pop(), strict=True):
+        for unit, free_s in zip(self.entries.pop().units, self._undo.pop(), strict=True):
             self._free_s[unit] = free_s
 
     def _find_part(self, size: int) -> tuple[int, ...]:
@@ -204,23 +201,23 @@ class Placing:
         free = [host for host in ordered if ready[host] <= ready[ordered[number - 1]]]
         return tuple(unit for host in free[-number:] for unit in range(host * of_host, (host + 1) * of_host))
 
-    def schedule(self) -> Schedule:
+    def timetable(self) -> Timetable:
         """Return what has been put."""
-        taken = [self._curves[slot.run][slot.option] for slot in self.slots]
+        taken = [self._curves[entry.run][entry.option] for entry in self.entries]
         money, energy_j = sum(one.money for one in taken), sum(one.energy_j for one in taken)
-        return Schedule(self._fleet, self.unit, tuple(self.slots), money, energy_j)
+        return Timetable(self._fleet, self.unit, tuple(self.entries), money, energy_j)
 
 
-def place(fleet: Fleet, curves: Curves, order: Order) -> Schedule:
-    """Return the schedule of runs that take ranks in an order."""
+def place(fleet: Fleet, curves: Curves, order: Order) -> Timetable:
+    """Return the timetable of runs that take ranks in an order."""
     placing = Placing(fleet, curves)
     for run, option in order:
         placing.push(run, option)
-    return placing.schedule()
+    return placing.timetable()
 
 
-def divide_evenly(fleet: Fleet, curves: Curves) -> Schedule | None:
-    """Return the schedule where each run has an equal part of the fleet from the start; None if it needs more."""
+def divide_evenly(fleet: Fleet, curves: Curves) -> Timetable | None:
+    """Return the timetable where each run has an equal part of the fleet from the start; None if it needs more."""
     most = fleet.num_ranks / len(curves)
     order = []
     for run, options in enumerate(curves):
@@ -231,7 +228,7 @@ def divide_evenly(fleet: Fleet, curves: Curves) -> Schedule | None:
     return place(fleet, curves, tuple(order))
 
 
-def come_first(fleet: Fleet, curves: Curves) -> Schedule:
-    """Return the schedule where runs come in the given order, each with all ranks that make it faster."""
+def come_first(fleet: Fleet, curves: Curves) -> Timetable:
+    """Return the timetable where runs come in the given order, each with all ranks that make it faster."""
     fastest = [min(range(len(options)), key=lambda number: options[number].time_s) for options in curves]
     return place(fleet, curves, tuple(enumerate(fastest)))

@@ -1,11 +1,11 @@
-"""Intervals of a fleet's schedules, from joint draws of the times of all its runs."""
+"""Intervals of a fleet's timetables, from joint draws of the times of all its runs."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from paceline.planner.fleet import Option, Schedule
+from paceline.planner.fleet import Option, Timetable
 from paceline.planner.pool import Needs
 from paceline.simulator.training.answers import widen_unknown
 from paceline.simulator.training.batch import make_batch
@@ -25,7 +25,7 @@ Amount = tuple[float, float, float]
 
 @dataclass(frozen=True)
 class RunTimes:
-    """When a run of a schedule begins and ends, and what it takes, each with its 90 % interval."""
+    """When a run of a timetable begins and ends, and what it takes, each with its 90 % interval."""
 
     begin_s: Amount
     end_s: Amount
@@ -34,18 +34,18 @@ class RunTimes:
 
 @dataclass(frozen=True)
 class Priced:
-    """A schedule with intervals.
+    """A timetable with intervals.
 
     Args:
-        schedule: The schedule.
+        timetable: The timetable.
         end_s: Time at which the last run ends.
         money: Price of all.
         energy_j: Energy of all.
-        runs: Times of each slot.
-        ratio: Ratio of its end to that of the best schedule: what is uncertain of both alike cancels.
+        runs: Times of each entry.
+        ratio: Ratio of its end to that of the best timetable: what is uncertain of both alike cancels.
     """
 
-    schedule: Schedule
+    timetable: Timetable
     end_s: Amount
     money: Amount
     energy_j: Amount
@@ -58,8 +58,8 @@ class Priced:
         return self.ratio[1] <= 1 + SURE and self.ratio[2] >= 1 - SURE
 
 
-class Draws:
-    """Draws of the times of all runs on all numbers of ranks, together: they share most of their uncertainty.
+class TimeDraws:
+    """TimeDraws of the times of all runs on all numbers of ranks, together: they share most of their uncertainty.
 
     Args:
         options: Options of each run.
@@ -88,30 +88,30 @@ class Draws:
         self._factors = np.exp(root @ normal[:-1])
         self._power = np.exp(widen_by_power(case, 0.0) * normal[-1])
 
-    def price(self, schedule: Schedule, best: Schedule) -> Priced:
-        """Return a schedule with intervals, and beside the best."""
-        factors, times = self._times(schedule)
-        ends = schedule.retime(times)
+    def price(self, timetable: Timetable, best: Timetable) -> Priced:
+        """Return a timetable with intervals, and beside the best."""
+        factors, times = self._times(timetable)
+        ends = timetable.retime(times)
         best_times = self._times(best)[1]
-        chosen = [self._options[slot.run][slot.option] for slot in schedule.slots]
+        chosen = [self._options[entry.run][entry.option] for entry in timetable.entries]
         money = (np.array([[one.money] for one in chosen]) * factors).sum(axis=0)
         energy = (np.array([[one.energy_j] for one in chosen]) * factors).sum(axis=0) * self._power
         ratio = ends.max(axis=0) / best.retime(best_times).max(axis=0)
-        slots = schedule.slots
+        entries = timetable.entries
         return Priced(
-            schedule,
-            _interval(schedule.end_s, ends.max(axis=0)),
-            _interval(schedule.money, money),
-            _interval(schedule.energy_j, energy),
+            timetable,
+            _interval(timetable.end_s, ends.max(axis=0)),
+            _interval(timetable.money, money),
+            _interval(timetable.energy_j, energy),
             tuple(
                 RunTimes(
-                    _interval(slot.begin_s, end - time_s),
-                    _interval(slot.end_s, end),
-                    _interval(slot.end_s - slot.begin_s, time_s),
+                    _interval(entry.begin_s, end - time_s),
+                    _interval(entry.end_s, end),
+                    _interval(entry.end_s - entry.begin_s, time_s),
                 )
-                for slot, end, time_s in zip(slots, ends, times, strict=True)
+                for entry, end, time_s in zip(entries, ends, times, strict=True)
             ),
-            _interval(schedule.end_s / best.end_s, ratio),
+            _interval(timetable.end_s / best.end_s, ratio),
         )
 
     def intervals(self) -> tuple[tuple[tuple[float, float], ...], ...]:
@@ -124,10 +124,10 @@ class Draws:
             for run, of_run in enumerate(self._options)
         )
 
-    def _times(self, schedule: Schedule) -> tuple[Floats, Floats]:
-        """Return factors on the estimates of each slot, and its times, shape (slots, draws)."""
-        factors = self._factors[[self._index[pair] for pair in schedule.order]]
-        estimates = np.array([[self._options[run][option].time_s] for run, option in schedule.order])
+    def _times(self, timetable: Timetable) -> tuple[Floats, Floats]:
+        """Return factors on the estimates of each entry, and its times, shape (entries, draws)."""
+        factors = self._factors[[self._index[pair] for pair in timetable.order]]
+        estimates = np.array([[self._options[run][option].time_s] for run, option in timetable.order])
         return factors, estimates * factors
 
 

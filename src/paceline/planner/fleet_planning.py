@@ -1,23 +1,27 @@
-"""Several runs planned on one fleet: the curve of each, the best schedule, and simpler ones beside it."""
+"""Several runs planned on one fleet: the curve of each, the best timetable, and simpler ones beside it."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+
+import numpy as np
 
 from paceline.errors import SettingsError
 from paceline.planner.candidate import Candidate, Machines
 from paceline.planner.choice import Choice, choose
 from paceline.planner.explain import list_neighbours
-from paceline.planner.fleet import Fleet, Option, Slot, come_first, divide_evenly
-from paceline.planner.fleet_intervals import SURE, Draws, Priced
-from paceline.planner.fleet_search import FleetLimits, Found, Objective, search
+from paceline.planner.fleet import Allocation, Fleet, Option, come_first, divide_evenly
+from paceline.planner.fleet_intervals import SURE, Priced, TimeDraws
+from paceline.planner.fleet_search import FleetLimits, Objective, SearchResult, search
 from paceline.planner.planning import Planned, Trial, answer_candidate, refuse_alike
-from paceline.planner.pool import make_pool
+from paceline.planner.pool import Pool, make_pool
 from paceline.planner.problem import PlanProblem
 from paceline.planner.space import Space, make_space
 from paceline.simulator.training.fit import Posterior
 
 _MOST_TRIALS = 200
+_MOST_COMPARED = 100
+"""Fastest candidates of each kind among which the plan of so many ranks is chosen."""
 
 
 @dataclass(frozen=True)
@@ -60,10 +64,10 @@ class FleetPlan:
         machines: Machines of the fleet.
         fleet: Hosts and ranks of these.
         curves: Curve of each run.
-        found: Best schedule, and whether it is proven to be.
+        found: Best timetable, and whether it is proven to be.
         by: Measure that is least in it.
         best: The same with intervals.
-        others: Simpler schedules by name; None where there are fewer ranks than such a one needs.
+        others: Simpler timetables by name; None where there are fewer ranks than such a one needs.
         plans: Plan of each run.
         took_s: Seconds that planning took.
         limits: Limits of all together.
@@ -73,7 +77,7 @@ class FleetPlan:
     machines: Machines
     fleet: Fleet
     curves: tuple[RunCurve, ...]
-    found: Found
+    found: SearchResult
     by: Objective
     best: Priced
     others: dict[str, Priced | None]
@@ -82,9 +86,9 @@ class FleetPlan:
     limits: FleetLimits
     intervals: tuple[tuple[tuple[float, float], ...], ...]
 
-    def list_before(self, slot: Slot) -> list[int]:
-        """Return the runs that must end before one of the best schedule begins."""
-        return self.best.schedule.list_before(slot)
+    def list_before(self, entry: Allocation) -> list[int]:
+        """Return the runs that must end before one of the best timetable begins."""
+        return self.best.timetable.list_before(entry)
 
 
 def make_fleet(machines: Machines) -> Fleet:
@@ -112,7 +116,7 @@ def plan_fleet(runs: Sequence[FleetRun], posterior: Posterior, limits: FleetLimi
         limits: Limits of all together.
 
     Raises:
-        SettingsError: A run fits on no part of the fleet, or no schedule keeps the limits.
+        SettingsError: A run fits on no part of the fleet, or no timetable keeps the limits.
     """
     began_s = time.perf_counter()
     machines = runs[0].problem.machines[0]
@@ -123,14 +127,14 @@ def plan_fleet(runs: Sequence[FleetRun], posterior: Posterior, limits: FleetLimi
     if limits.within_s is not None:
         by = "money" if runs[0].problem.has_prices else "energy"
     found = search(fleet, options, limits, by)
-    if found.schedule is None:
+    if found.timetable is None:
         raise _nothing_keeps(fleet, options, limits, found)
-    draws = Draws(options, [[choice.needs for choice in curve.choices] for curve in curves], posterior)
-    best = draws.price(found.schedule, found.schedule)
+    draws = TimeDraws(options, [[choice.needs for choice in curve.choices] for curve in curves], posterior)
+    best = draws.price(found.timetable, found.timetable)
     even = divide_evenly(fleet, options)
     simple = {"even split": even, "first come": come_first(fleet, options)}
-    others = {name: None if one is None else draws.price(one, found.schedule) for name, one in simple.items()}
-    plans = {slot.run: _make_planned(curves[slot.run], slot.option) for slot in found.schedule.slots}
+    others = {name: None if one is None else draws.price(one, found.timetable) for name, one in simple.items()}
+    plans = {entry.run: _make_planned(curves[entry.run], entry.option) for entry in found.timetable.entries}
     return FleetPlan(
         machines,
         fleet,
@@ -155,7 +159,9 @@ def make_curve(run: FleetRun, posterior: Posterior, fleet: Fleet) -> RunCurve:
     problem = run.problem
     numbers = {fleet.ranks_per_host >> halvings for halvings in range(fleet.ranks_per_host.bit_length())}
     numbers = {number for number in numbers if number and fleet.ranks_per_host % number == 0} | set(fleet.sizes)
-    space = make_space(problem, num_ranks=sorted(numbers, reverse=True))
+    # Where there are too many candidates, numbers that are no halves of the fleet are left out first.
+    ordered = sorted(numbers, key=lambda number: (fleet.num_ranks % number == 0, number), reverse=True)
+    space = make_space(problem, num_ranks=ordered)
     pool, least = make_pool(problem, posterior, space.candidates)
     refused: dict[Candidate, str] = {}
     accepted: set[Candidate] = set()
@@ -164,7 +170,8 @@ def make_curve(run: FleetRun, posterior: Posterior, fleet: Fleet) -> RunCurve:
     for size in fleet.sizes:
         try:
             while True:
-                choice = choose(pool, least, refused, size)
+                best = _take_best(pool, size, refused)
+                choice = choose(best, least, refused, size)
                 candidate = choice.needs.candidate
                 why = "" if candidate in accepted else run.trial(candidate)
                 if not why:
@@ -183,6 +190,21 @@ def make_curve(run: FleetRun, posterior: Posterior, fleet: Fleet) -> RunCurve:
         raise SettingsError(f"{run.name}: {reason}")
     options, choices = zip(*found, strict=True)
     return RunCurve(run, space, options, choices)
+
+
+def _take_best(pool: Pool, num_ranks: int, refused: Mapping[Candidate, str]) -> Pool:
+    """Return the fastest that fit on so many ranks, and the fastest of plainer kinds, which are taken in a tie."""
+    candidates = [one.candidate for one in pool.needs]
+    allowed = pool.fits & np.array([one.division.num_ranks <= num_ranks for one in candidates], dtype=bool)
+    if refused:
+        allowed &= np.array([one not in refused for one in candidates], dtype=bool)
+    is_exact = np.array([one.way is None for one in candidates], dtype=bool)
+    is_undivided = np.array([one.division.ranks_of_worker == 1 for one in candidates], dtype=bool)
+    kept: set[int] = set()
+    for kind in (allowed, allowed & is_exact, allowed & is_exact & is_undivided):
+        places = np.flatnonzero(kind)
+        kept |= set(places[np.argsort(pool.step_s[places])[:_MOST_COMPARED]].tolist())
+    return pool.take(sorted(kept)) if kept else pool
 
 
 def _make_option(choice: Choice, num_ranks: int) -> Option:
@@ -204,15 +226,15 @@ def _make_planned(curve: RunCurve, option: int) -> Planned:
         answer_candidate(choice, None),
         (),
         tuple(list_neighbours(choice)),
-        len(curve.space.candidates) - len(choice.pool.needs),
+        0,
         0.0,
     )
 
 
 def _nothing_keeps(
-    fleet: Fleet, options: Sequence[Sequence[Option]], limits: FleetLimits, found: Found
+    fleet: Fleet, options: Sequence[Sequence[Option]], limits: FleetLimits, found: SearchResult
 ) -> SettingsError:
-    soonest = search(fleet, options, FleetLimits()).schedule
+    soonest = search(fleet, options, FleetLimits()).timetable
     assert soonest is not None
     money = sum(min(one.money for one in of_run) for of_run in options)
     energy_j = sum(min(one.energy_j for one in of_run) for of_run in options)

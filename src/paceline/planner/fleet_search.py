@@ -1,10 +1,10 @@
-"""The best schedule of runs on a fleet: by enumeration with bounds where there are few, by local search beyond."""
+"""The best timetable of runs on a fleet: by enumeration with bounds where there are few, by local search beyond."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from paceline.planner.fleet import Curves, Fleet, Option, Order, Placing, Schedule, come_first, divide_evenly, place
+from paceline.planner.fleet import Curves, Fleet, Option, Order, Placing, Timetable, come_first, divide_evenly, place
 
 Objective = Literal["time", "money", "energy"]
 MOST_NODES = 100_000
@@ -28,28 +28,28 @@ class FleetLimits:
     budget: float | None = None
     energy_j: float | None = None
 
-    def keeps(self, schedule: Schedule) -> bool:
-        """Return whether a schedule keeps them."""
+    def keeps(self, timetable: Timetable) -> bool:
+        """Return whether a timetable keeps them."""
         pairs = (
-            (schedule.end_s, self.within_s),
-            (schedule.money, self.budget),
-            (schedule.energy_j, self.energy_j),
+            (timetable.end_s, self.within_s),
+            (timetable.money, self.budget),
+            (timetable.energy_j, self.energy_j),
         )
         return all(limit is None or value <= limit * _SAME for value, limit in pairs)
 
 
 @dataclass(frozen=True)
-class Found:
+class SearchResult:
     """Result of a search.
 
     Args:
-        schedule: Best schedule that was found; None: none keeps the limits, or none was found.
-        is_proven: Whether no other schedule of these options is better.
-        bound_s: Time before which no schedule of these options ends.
+        timetable: Best timetable that was found; None: none keeps the limits, or none was found.
+        is_proven: Whether no other timetable of these options is better.
+        bound_s: Time before which no timetable of these options ends.
         num_nodes: Runs that the enumeration has put somewhere.
     """
 
-    schedule: Schedule | None
+    timetable: Timetable | None
     is_proven: bool
     bound_s: float
     num_nodes: int
@@ -57,10 +57,10 @@ class Found:
 
 def search(
     fleet: Fleet, curves: Curves, limits: FleetLimits, by: Objective = "time", most_nodes: int = MOST_NODES
-) -> Found:
-    """Return the best schedule of runs, each of which holds its ranks from its start to its end.
+) -> SearchResult:
+    """Return the best timetable of runs, each of which holds its ranks from its start to its end.
 
-    A schedule in which every run begins as soon as its ranks are free, in some order, is as good as any: so orders and
+    A timetable in which every run begins as soon as its ranks are free, in some order, is as good as any: so orders and
     options are enumerated, and cut where even what is left in the best case would not be better.
 
     Args:
@@ -80,21 +80,21 @@ def search(
         is_whole = wider.num_nodes <= most_nodes and _is_as_good(found.best, wider.best, by)
         if by == "time" and wider.num_nodes <= most_nodes and wider.best is not None:
             bound_s = max(bound_s, wider.best.end_s)
-    return Found(found.best, is_whole, bound_s, found.num_nodes)
+    return SearchResult(found.best, is_whole, bound_s, found.num_nodes)
 
 
-def _is_as_good(best: Schedule | None, wider: Schedule | None, by: Objective) -> bool:
-    """Return whether a schedule reaches the best of more of them."""
+def _is_as_good(best: Timetable | None, wider: Timetable | None, by: Objective) -> bool:
+    """Return whether a timetable reaches the best of more of them."""
     if best is None or wider is None:
         return wider is None
     return rank(best, by)[0] <= rank(wider, by)[0] * _SAME
 
 
 def _enumerate(fleet: Fleet, curves: Curves, limits: FleetLimits, by: Objective, most_nodes: int) -> "_Enumeration":
-    """Return an enumeration that is done, from the best of simple schedules and their neighbours on."""
+    """Return an enumeration that is done, from the best of simple timetables and their neighbours on."""
     found = _Enumeration(fleet, curves, limits, by)
-    for schedule in _list_starts(fleet, curves):
-        found.offer(schedule)
+    for timetable in _list_starts(fleet, curves):
+        found.offer(timetable)
     best = None if found.best is None else _improve(fleet, curves, limits, by, found.best)
     if best is not None:
         found.offer(best)
@@ -104,7 +104,7 @@ def _enumerate(fleet: Fleet, curves: Curves, limits: FleetLimits, by: Objective,
 
 
 def bound_end(fleet: Fleet, curves: Curves) -> float:
-    """Return a time before which no schedule ends: the work of all over all ranks, or the longest run's least time."""
+    """Return a time before which no timetable ends: the work of all over all ranks, or the longest run's least time."""
     work = sum(min(one.num_ranks * one.time_s for one in options) for options in curves) / fleet.num_ranks
     return max(work, max(min(one.time_s for one in options) for options in curves))
 
@@ -115,14 +115,14 @@ def _counts_are_enough(fleet: Fleet, curves: Curves) -> bool:
     return fleet.num_hosts == 1 or all(size % fleet.ranks_per_host == 0 for size in sizes)
 
 
-def rank(schedule: Schedule, by: Objective) -> tuple[float, ...]:
-    """Return the sort key of schedules by which the better comes first."""
-    first = {"time": (), "money": (schedule.money,), "energy": (schedule.energy_j,)}[by]
-    return (*first, schedule.end_s, schedule.mean_end_s)
+def rank(timetable: Timetable, by: Objective) -> tuple[float, ...]:
+    """Return the sort key of timetables by which the better comes first."""
+    first = {"time": (), "money": (timetable.money,), "energy": (timetable.energy_j,)}[by]
+    return (*first, timetable.end_s, timetable.mean_end_s)
 
 
-def _list_starts(fleet: Fleet, curves: Curves) -> Iterator[Schedule]:
-    """Yield schedules to begin with: simple ones, and the longest first on each number of ranks."""
+def _list_starts(fleet: Fleet, curves: Curves) -> Iterator[Timetable]:
+    """Yield timetables to begin with: simple ones, and the longest first on each number of ranks."""
     even = divide_evenly(fleet, curves)
     yield from () if even is None else (even,)
     yield come_first(fleet, curves)
@@ -141,8 +141,8 @@ def _cheapest(options: Sequence[Option]) -> int:
     return min(range(len(options)), key=lambda number: (options[number].money, options[number].energy_j))
 
 
-def _improve(fleet: Fleet, curves: Curves, limits: FleetLimits, by: Objective, best: Schedule) -> Schedule:
-    """Return what single changes of a schedule lead to: another option, or another place in the order."""
+def _improve(fleet: Fleet, curves: Curves, limits: FleetLimits, by: Objective, best: Timetable) -> Timetable:
+    """Return what single changes of a timetable lead to: another option, or another place in the order."""
     num_tried = 0
     while True:
         for order in _list_moves(curves, best.order):
@@ -173,17 +173,18 @@ class _Enumeration:
         self._fleet, self._curves, self._limits, self._by = fleet, curves, limits, by
         self._placing = Placing(fleet, curves)
         self._left = set(range(len(curves)))
-        self.best: Schedule | None = None
+        self.best: Timetable | None = None
         self.num_nodes = 0
         self._work = [min(one.num_ranks * one.time_s for one in options) for options in curves]
         self._time = [min(one.time_s for one in options) for options in curves]
         self._money = [min(one.money for one in options) for options in curves]
         self._energy = [min(one.energy_j for one in options) for options in curves]
 
-    def offer(self, schedule: Schedule) -> None:
-        """Take a schedule if it keeps the limits and is better."""
-        if self._limits.keeps(schedule) and (self.best is None or rank(schedule, self._by) < rank(self.best, self._by)):
-            self.best = schedule
+    def offer(self, timetable: Timetable) -> None:
+        """Take a timetable if it keeps the limits and is better."""
+        is_better = self.best is None or rank(timetable, self._by) < rank(self.best, self._by)
+        if is_better and self._limits.keeps(timetable):
+            self.best = timetable
 
     def run(self, most_nodes: int) -> None:
         """Enumerate all that may be better than the best so far."""
@@ -193,7 +194,7 @@ class _Enumeration:
         self, end_s: float, sum_ends_s: float, work: float, money: float, energy_j: float, most_nodes: int
     ) -> None:
         if not self._left:
-            self.offer(self._placing.schedule())
+            self.offer(self._placing.timetable())
             return
         for run in sorted(self._left):
             self._left.remove(run)
@@ -202,10 +203,10 @@ class _Enumeration:
                 self.num_nodes += 1
                 if self.num_nodes > most_nodes:
                     break
-                slot = self._placing.push(run, number)
+                entry = self._placing.push(run, number)
                 state = (
-                    max(end_s, slot.end_s),
-                    sum_ends_s + slot.end_s,
+                    max(end_s, entry.end_s),
+                    sum_ends_s + entry.end_s,
                     work + option.num_ranks * option.time_s,
                     money + option.money,
                     energy_j + option.energy_j,

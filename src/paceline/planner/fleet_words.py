@@ -44,12 +44,14 @@ def describe_fleet(fleet: FleetPlan) -> list[str]:
         lines.append("all together: " + "; ".join(of_all))
     if fleet.machines.price_words:
         lines.append(f"price: {fleet.machines.price_words}")
-    for slot, times in sorted(zip(best.schedule.slots, best.runs, strict=True), key=lambda pair: pair[0].begin_s):
-        before = " and ".join(names[run] for run in fleet.list_before(slot))
-        when = f"after {before}, from {_time(times.begin_s)}" if slot.begin_s else "from the start"
-        plan = fleet.plans[slot.run].candidate.describe()
-        lines.append(f"  {names[slot.run]}: {_ranks(fleet, slot.units)}, {when}, for {_time(times.time_s)}: {plan}")
+    for entry, times in sorted(zip(best.timetable.entries, best.runs, strict=True), key=lambda pair: pair[0].begin_s):
+        before = " and ".join(names[run] for run in fleet.list_before(entry))
+        when = f"after {before}, from {_time(times.begin_s)}" if entry.begin_s else "from the start"
+        plan = fleet.plans[entry.run].candidate.describe()
+        lines.append(f"  {names[entry.run]}: {_ranks(fleet, entry.units)}, {when}, for {_time(times.time_s)}: {plan}")
     lines.append(_describe_proof(fleet))
+    left = [f"{curve.run.name} on {curve.space.left_out}" for curve in fleet.curves if curve.space.left_out]
+    lines += [f"not searched: {'; '.join(left)}"] if left else []
     for name, other in fleet.others.items():
         lines.append(f"{name}: {_compare(fleet, other)}")
     lines += [_say_excess(fleet, what, amount, limit) for what, amount, limit in _list_excesses(fleet)]
@@ -61,8 +63,8 @@ def _time(amount: Amount) -> str:
 
 
 def _ranks(fleet: FleetPlan, units: Sequence[int]) -> str:
-    schedule = fleet.best.schedule
-    ranks = sorted(unit * schedule.unit + one for unit in units for one in range(schedule.unit))
+    timetable = fleet.best.timetable
+    ranks = sorted(unit * timetable.unit + one for unit in units for one in range(timetable.unit))
     hosts = sorted({rank // fleet.fleet.ranks_per_host for rank in ranks})
     on = f"host{'s' * (len(hosts) > 1)} {_list(hosts)}"
     if len(ranks) == len(hosts) * fleet.fleet.ranks_per_host:
@@ -95,7 +97,7 @@ def _describe_proof(fleet: FleetPlan) -> str:
 def _compare(fleet: FleetPlan, other: Priced | None) -> str:
     if other is None:
         return "impossible: there are more runs than parts of the fleet that they fit on"
-    if other.schedule.order == fleet.best.schedule.order:
+    if other.timetable.order == fleet.best.timetable.order:
         return f"{_time(other.end_s)}: the same"
     low, high = (f"{value - 1:+.0%}" for value in other.ratio[1:])
     words = f"{_time(other.end_s)}, {other.ratio[0] - 1:+.1%} ({low} to {high})"
@@ -131,19 +133,19 @@ def to_document(fleet: FleetPlan, files: Sequence[str]) -> dict[str, Any]:
         fleet: The plan.
         files: File of the plan of each run.
     """
-    best, schedule = fleet.best, fleet.best.schedule
-    slots = {slot.run: (slot, times) for slot, times in zip(schedule.slots, best.runs, strict=True)}
+    best, timetable = fleet.best, fleet.best.timetable
+    entries = {entry.run: (entry, times) for entry, times in zip(timetable.entries, best.runs, strict=True)}
     runs = []
     for run, curve in enumerate(fleet.curves):
-        slot, times = slots[run]
-        option = curve.options[slot.option]
+        entry, times = entries[run]
+        option = curve.options[entry.option]
         runs.append(
             {
                 "name": curve.run.name,
                 "file": files[run],
                 "plan": fleet.plans[run].candidate.describe(),
-                "ranks": list(schedule.list_ranks(slot)),
-                "after": [fleet.curves[other].run.name for other in fleet.list_before(slot)],
+                "ranks": list(timetable.list_ranks(entry)),
+                "after": [fleet.curves[other].run.name for other in fleet.list_before(entry)],
                 **{
                     name: value
                     for key in ("begin_s", "end_s", "time_s")

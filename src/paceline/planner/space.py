@@ -108,18 +108,17 @@ def make_space(problem: PlanProblem, most: int = MOST_CANDIDATES, num_ranks: Seq
     Args:
         problem: The problem.
         most: Candidates from which on fewer ranks than so far are left out.
-        num_ranks: Numbers of ranks in place of all and halves, the most first.
+        num_ranks: Numbers of ranks in place of all and halves; what is left out is left out from the end.
     """
     legality = Legality(problem)
     found: list[Candidate] = []
     num_refused, left_out = 0, ""
     for index, machines in enumerate(problem.machines):
-        last = machines.num_ranks
-        for number in num_ranks or _list_ranks(machines.num_ranks, machines.cluster.paths.devices_per_host):
+        numbers = num_ranks or _list_ranks(machines.num_ranks, machines.cluster.paths.devices_per_host)
+        for place, number in enumerate(numbers):
             if len(found) > most * (index + 1) / len(problem.machines):
-                left_out = f"fewer than {last} ranks of {machines.name}"
+                left_out = f"{', '.join(map(str, sorted(numbers[place:])))} ranks of {machines.name}"
                 break
-            last = number
             for candidate in _list_candidates(problem, index, number):
                 if legality.find_refusal(candidate):
                     num_refused += 1
