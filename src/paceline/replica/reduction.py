@@ -299,6 +299,7 @@ class GradientReduction:
             return
         for parameter in self._parameters.values():  # a loop may change gradients before the update, as it would alone
             parameter.grad = summed_gradient(parameter)
+        self._shard.sum_whole_gradients(self._parameters)
 
     @property
     def is_refused_alike(self) -> bool:
@@ -445,6 +446,7 @@ class GradientReduction:
         return use.unused
 
     def _drop_gradients(self) -> None:
+        self._shard.has_whole_gradients = False
         if self._in_common is not None:
             self._in_common.drop()
         if self.gradients is not None:
