@@ -230,7 +230,7 @@ def change_stages() -> tuple[dict[str, list[float]], float, dict[str, float]]:
         copied = copy.deepcopy(model)
         found = {name: parameter.flatten().tolist() for name, parameter in copied.named_parameters()}
         clipped = clip(model)
-        with pytest.raises(SettingsError, match="must be of order 2 and of all parameters.*but got order inf of"):
+        with pytest.raises(SettingsError, match=r"must be of order 2 and of all parameters.*but got order inf of"):
             clip_grad_norm_(model.parameters(), 0.1, float("inf"))
         return found, *clipped
 

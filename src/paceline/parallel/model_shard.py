@@ -325,13 +325,19 @@ class ModelShard:
         assert self.mesh is not None
         matrices = self.mesh.group("tensor") if self.reduce_scatter is not None else None
         use = self._use.exchange(replicas, matrices, checks_finite=checks_finite)
-        self.sum_whole_gradients(parameters)
+        self._sum_whole_gradients(parameters)
         self.has_whole_gradients = False
         for name in use.unused:
             parameters[name].grad = None
         return use
 
-    def sum_whole_gradients(self, parameters: Mapping[str, nn.Parameter]) -> None:
+    def complete_gradients(self, parameters: Mapping[str, nn.Parameter]) -> None:
+        """Give each parameter the gradient of all ranks of this worker; ranks may still have parts of sums."""
+        for parameter in parameters.values():
+            parameter.grad = summed_gradient(parameter)
+        self._sum_whole_gradients(parameters)
+
+    def _sum_whole_gradients(self, parameters: Mapping[str, nn.Parameter]) -> None:
         """Sum, once a step, the gradients of parameters that all `sharded` ranks have whole: those without dims.
 
         Where no rank has one, as the training loop has set it to None, it stays so.
