@@ -33,7 +33,7 @@ _BESIDE = (
 )
 """Changes that may take plain tensors, which are the same on all ranks."""
 _COMBINE = (_aten.add.Tensor, _aten.sub.Tensor, _aten.mul.Tensor, _aten.div.Tensor, _aten.where.self)
-"""Functions that may take plain tensors too, where no gradient passes."""
+"""Functions that may take plain tensors of the same shape too, where no gradient passes."""
 _OF_WHOLE = (
     *(_aten.fill_.Tensor, _aten.index_put_.default, _aten.index_fill_.int_Scalar, _aten.index_copy_.default),
     *(_aten.index_add_.default, _aten.masked_scatter_.default, _aten.scatter_.src, _aten.scatter_.value),
@@ -267,7 +267,9 @@ def _change_beside(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
 
 def _combine(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     given = [one for one in args if isinstance(one, Tensor)]
-    if not any(map(_is_plain, given)) or not all(map(_is_looked_at, given)):
+    # Only tensors of the same shape are surely beside a parameter: a batch, say, may be another on each rank.
+    shapes = {one.shape for one in given if one.dim() or isinstance(one, DTensor)}
+    if len(shapes) > 1 or not any(map(_is_plain, given)) or not all(map(_is_looked_at, given)):
         return _run(op, args, kwargs)
     like = next(one for one in given if isinstance(one, DTensor))
     return _run(op, *_spread_plain((args, kwargs), like))
