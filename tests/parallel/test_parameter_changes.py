@@ -52,18 +52,23 @@ class Chained(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.expand, self.shrink, self.head = nn.Linear(4, 6), nn.Linear(6, 4), Merging(4, 5)
+        self.scale = nn.Parameter(torch.tensor(0.9))
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.head(x + self.shrink(torch.tanh(self.expand(x))))
+        return self.head(x + self.shrink(torch.tanh(self.expand(x)))) * self.scale  # type: ignore[no-any-return]
 
 
 def whole_numbers(like: Tensor) -> Tensor:
     return torch.linspace(0.5, 1.5, like.numel(), dtype=torch.float64).view(like.shape)
 
 
+def matrices(model: Any) -> list[Tensor]:
+    return [parameter for parameter in model.parameters() if parameter.dim()]
+
+
 def write_rows(model: Any) -> None:
     with torch.no_grad():
-        for parameter in model.parameters():
+        for parameter in matrices(model):
             parameter[0] = 0
             parameter[1].mul_(0.5)
     for layer in (model.expand, model.shrink, model.head):
@@ -87,6 +92,28 @@ def assign(model: Any) -> None:
     model.head.bias.data = torch.ones(5).double() / 4
 
 
+def swap(model: Any) -> None:
+    """Try other parameters, as a moving average does for an evaluation, and a step beside those that are back."""
+    kept = {}
+    for name, parameter in model.named_parameters():
+        kept[name] = parameter.data
+        parameter.data = parameter.data * 0.5 + 0.1
+    for name, parameter in model.named_parameters():
+        tried, parameter.data = parameter.data, kept[name]
+        parameter.data.add_(tried, alpha=0.01)
+
+
+def average(model: Any) -> None:
+    """Go on from an average that a copy of the whole model has."""
+    torch.manual_seed(5)
+    averaged = Chained().double()
+    with torch.no_grad():
+        for mine, parameter in zip(averaged.parameters(), model.parameters(), strict=True):
+            mine.lerp_(parameter, 0.9)
+            mine.copy_(0.5 * mine + 0.5 * parameter)
+            parameter.data = torch.where(mine > 0, mine * 0.5 + parameter * 0.5, parameter)
+
+
 def combine(model: Any) -> None:
     with torch.no_grad():
         for parameter in model.parameters():
@@ -104,6 +131,8 @@ def draw(model: Any) -> None:
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter), alpha=0.1)
+            parameter.add_(torch.empty_like(parameter).log_normal_(), alpha=0.01)
+            parameter.add_(torch.randint_like(parameter, 4).random_(5), alpha=0.01)
 
 
 def load(model: Any) -> None:
@@ -126,11 +155,11 @@ def evaluate(model: Any) -> None:
 
 
 Line = Callable[[Any], None]
-LINES: list[Line] = [write_rows, write_by_mask, assign, combine, draw, load, evaluate, freeze]
+LINES: list[Line] = [write_rows, write_by_mask, assign, swap, average, combine, draw, load, evaluate, freeze]
 
 
 def change_gradients(model: Any) -> None:
-    clip_grad_value_(model.parameters(), 5e-2)
+    clip_grad_value_(model.parameters(), 1e-2)
     model.head.weight.grad.mul_(0.5)
 
 
@@ -149,6 +178,8 @@ def train(group: Group, layout: Layout, *, changes_gradients: bool) -> list[list
         replica.backward(functional.mse_loss(replica(x), y), weight=len(x))
         if changes_gradients:
             change_gradients(replica.module)
+        if line in (assign, swap):
+            replica.module.scale.grad = None
         replica.module.head.bias.grad = replica.module.shrink.weight.grad = None
         replica.update()
         found.append(numbers(replica))

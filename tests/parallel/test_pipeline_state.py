@@ -1,11 +1,13 @@
 """What forwards keep, or use in some batches only, in a model cut into stages: it is sent, or refused by name."""
 
+import copy
 from typing import Any, ClassVar
 
 import pytest
 import torch
 from models_to_cut import VOCABULARY, WIDTH, Learned
 from torch import Tensor, nn
+from torch.nn.utils import clip_grad_norm_
 
 from paceline.comm import join
 from paceline.data.batch import Batch
@@ -212,11 +214,25 @@ def change(model: Any) -> None:
         model.embedding.weight.normal_(std=0.1)
 
 
-def change_stages() -> dict[str, list[float]]:
+def clip(model: nn.Module) -> tuple[float, dict[str, float]]:
+    """Return the norm of all gradients, and those of them that are clipped, the head's by its own once more."""
+    for parameter in model.parameters():
+        parameter.grad = parameter.detach().clone()
+    norm = clip_grad_norm_(model.parameters(), 0.1).item()
+    clip_grad_norm_([*model.head.parameters()], 1e-3)
+    return norm, {name: p.grad.norm().item() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def change_stages() -> tuple[dict[str, list[float]], float, dict[str, float]]:
     with join() as group:
         model = parallelize(make_learned(), Layout(pipeline=2), group=group, sample=SAMPLE[:1])
         change(model)
-        return {name: parameter.flatten().tolist() for name, parameter in model.named_parameters()}
+        copied = copy.deepcopy(model)
+        found = {name: parameter.flatten().tolist() for name, parameter in copied.named_parameters()}
+        clipped = clip(model)
+        with pytest.raises(SettingsError, match=r"must be of order 2 and of all parameters.*but got order inf of"):
+            clip_grad_norm_(model.parameters(), 0.1, float("inf"))
+        return found, *clipped
 
 
 def make_learned() -> Learned:
@@ -230,5 +246,8 @@ def test_a_loop_changes_parameters_of_stages_with_the_same_lines_on_all_ranks() 
     ranks = run_processes(2, change_stages, timeout_s=50)
     check_exits(ranks)
     expected = {name: parameter.flatten().tolist() for name, parameter in whole.named_parameters()}
-    assert ranks[0].value | ranks[1].value == expected
-    assert ranks[1].value | ranks[0].value == expected
+    (first, norm, gradients), (last, norm_there, gradients_there) = (rank.value for rank in ranks)
+    assert first | last == last | first == expected
+    norm_of_whole, gradients_of_whole = clip(whole)
+    assert [norm, norm_there] == pytest.approx([norm_of_whole] * 2)  # float32
+    assert gradients | gradients_there == pytest.approx(gradients_of_whole)

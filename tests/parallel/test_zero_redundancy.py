@@ -81,6 +81,7 @@ def train(kind: type[Momentum], mesh: Mesh | None, *, are_dtensors: bool) -> lis
             parameter.grad = wrap(parameter, gradient) if isinstance(parameter, DTensor) else gradient
         if number == 2:
             given.rho += 0.4
+            given.state.clear()
         stepped.step()
     assert {*map(id, seen)} == {id(given)}  # several times a step, where torch does that
     held = sum(len(group["params"]) for group in local_optimizer(stepped).param_groups)

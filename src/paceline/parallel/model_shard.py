@@ -12,6 +12,7 @@ from torch.distributed.tensor.experimental import implicit_replication
 
 from paceline.comm.group import Group
 from paceline.comm.local_group import LocalGroup
+from paceline.comm.streams import send_to
 from paceline.comm.torch_group import is_lost_peer
 from paceline.data.batch import Batch
 from paceline.errors import CommunicationError, PacelineError
@@ -19,12 +20,13 @@ from paceline.parallel.context import full_sequences, split_batch
 from paceline.parallel.fully_sharded import set_gradient_sync
 from paceline.parallel.gather_watch import GatherWatch
 from paceline.parallel.gradient_use import GradientUse, UseOfStep
-from paceline.parallel.local import local
+from paceline.parallel.local import local, wrap
 from paceline.parallel.loss_graph import FormerParameters
 from paceline.parallel.mesh import Mesh
 from paceline.parallel.mismatch import explain_failure, report_failure
 from paceline.parallel.parameter_use import ParameterUse, advise_sample
 from paceline.parallel.pipeline import Pipeline
+from paceline.parallel.pipeline.gradient_norm import let_norms_span_stages
 from paceline.parallel.reduce_scatter import CodedReduceScatter
 from paceline.parallel.tensor import TensorSplit
 from paceline.parallel.token_exchange import TokenExchange
@@ -105,7 +107,10 @@ class ModelShard:
             self.parameter_use = ParameterUse(self.module, self.layout, has_sample=has_sample)
         if pipeline is not None:
             pipeline.check_loss = self.check_loss
+            let_norms_span_stages(self.module, self.gradient_norm)
         self._use: GradientUse | None = None
+        self.has_whole_gradients = False
+        """Whether the gradients of parameters without dims are summed over the sharded axis in this step."""
         self._watch: GatherWatch | None = None
         if mesh is not None and self.layout.shards_parameters:
             modules = [self.module] if pipeline is None else pipeline.stages
@@ -320,21 +325,36 @@ class ModelShard:
         assert self.mesh is not None
         matrices = self.mesh.group("tensor") if self.reduce_scatter is not None else None
         use = self._use.exchange(replicas, matrices, checks_finite=checks_finite)
-        whole = [p for name, p in parameters.items() if not is_split(p, "sharded") and name not in use.unused]
-        for parameter in whole:
-            parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-        if whole:
-            self._sum_over_sharded([local(parameter.grad) for parameter in whole if parameter.grad is not None])
+        self._sum_whole_gradients(parameters)
+        self.has_whole_gradients = False
         for name in use.unused:
             parameters[name].grad = None
         return use
 
-    def _sum_over_sharded(self, gradients: Sequence[Tensor]) -> None:
+    def complete_gradients(self, parameters: Mapping[str, nn.Parameter]) -> None:
+        """Give each parameter the gradient of all ranks of this worker; ranks may still have parts of sums."""
+        for parameter in parameters.values():
+            parameter.grad = summed_gradient(parameter)
+        self._sum_whole_gradients(parameters)
+
+    def _sum_whole_gradients(self, parameters: Mapping[str, nn.Parameter]) -> None:
+        """Sum, once a step, the gradients of parameters that all `sharded` ranks have whole: those without dims.
+
+        Where no rank has one, as the training loop has set it to None, it stays so.
+        """
+        whole = [] if self._use is None else [p for p in parameters.values() if not is_split(p, "sharded")]
+        if not whole or self.has_whole_gradients:
+            return
         assert self.mesh is not None
-        values = torch.stack([gradient.double() for gradient in gradients])
+        self.has_whole_gradients = True
+        held = [torch.zeros_like(local(one)) if one.grad is None else local(one.grad) for one in whole]
+        counts = torch.tensor([float(one.grad is not None) for one in whole], dtype=torch.float64)
+        values = torch.cat([torch.stack([one.double() for one in held]), send_to(held[0].device, counts)])
         self.mesh.group("sharded").all_reduce(values, name="gradients of parameters without dims").wait()
-        for gradient, value in zip(gradients, values, strict=True):
+        for parameter, gradient, value, count in zip(whole, held, *values.chunk(2), strict=True):
             gradient.copy_(value)
+            if parameter.grad is None and count:  # only then is the count read: the host waits for a GPU
+                parameter.grad = wrap(parameter, gradient)
 
     def take_sent_bytes(self) -> int:
         """Return the bytes of tokens that this rank has sent to experts since the last call."""

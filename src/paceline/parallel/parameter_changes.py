@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.utils._pytree import tree_any, tree_map_only
+from torch.utils.weak import TensorWeakRef, WeakTensorKeyDictionary
 
 from paceline.errors import SettingsError
 from paceline.parallel.local import local, local_slice, wrap
@@ -31,19 +32,29 @@ _BESIDE = (
     *(_aten.lerp_.Scalar, _aten.masked_fill_.Scalar, _aten.clamp_.Tensor, _aten.addcmul_.default),
 )
 """Changes that may take plain tensors, which are the same on all ranks."""
+_COMBINE = (_aten.add.Tensor, _aten.sub.Tensor, _aten.mul.Tensor, _aten.div.Tensor, _aten.where.self)
+"""Functions that may take plain tensors of the same shape too, where no gradient passes."""
 _OF_WHOLE = (
     *(_aten.fill_.Tensor, _aten.index_put_.default, _aten.index_fill_.int_Scalar, _aten.index_copy_.default),
     *(_aten.index_add_.default, _aten.masked_scatter_.default, _aten.scatter_.src, _aten.scatter_.value),
 )
 """Changes for which torch would have to gather the tensor."""
-_DRAWS = (_aten.normal_.default, _aten.uniform_.default, _aten.bernoulli_.float, _aten.exponential_.default)
-_DRAWS_LIKE = (_aten.rand_like.default, _aten.randn_like.default, _aten.bernoulli.default)
+_DRAWS = (
+    *(_aten.normal_.default, _aten.uniform_.default, _aten.bernoulli_.float, _aten.exponential_.default),
+    *(_aten.log_normal_.default, _aten.cauchy_.default, _aten.geometric_.default),
+    *(_aten.random_.default, _aten.random_.to, getattr(_aten.random_, "from")),
+)
+_DRAWS_LIKE = (
+    *(_aten.rand_like.default, _aten.randn_like.default, _aten.bernoulli.default),
+    *(_aten.randint_like.default, _aten.randint_like.low_dtype),
+)
 Handler = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 
 
 def _list_handlers() -> dict[Any, Handler]:
     handlers: dict[Any, Handler] = dict.fromkeys(_VIEWS, _make_view)
     handlers |= dict.fromkeys(_BESIDE, _change_beside) | dict.fromkeys(_OF_WHOLE, _change_whole)
+    handlers |= dict.fromkeys(_COMBINE, _combine)
     return handlers | dict.fromkeys(_DRAWS, _draw) | dict.fromkeys(_DRAWS_LIKE, _draw_like)
 
 
@@ -51,18 +62,40 @@ def let_loops_change_parameters() -> None:
     """Let DTensors take changes as whole tensors do, from now on."""
     handlers = _registered()
     handlers.update(_list_handlers())
-    DTensor.data = property(Tensor.data.__get__, assign_data)  # type: ignore[assignment,attr-defined]
+    DTensor.data = property(_read_data, assign_data)  # type: ignore[assignment]
 
 
 @contextmanager
 def optimizing() -> Iterator[None]:
     """While active, changes of DTensors take no more time than torch's own: an optimizer needs nothing else."""
     handlers = _registered()
-    held = {op: handler for op in _BESIDE if (handler := handlers.pop(op, None)) is not None}
+    held = {op: handler for op in (*_BESIDE, *_COMBINE) if (handler := handlers.pop(op, None)) is not None}
     try:
         yield
     finally:
         handlers.update(held)
+
+
+_read: Any = WeakTensorKeyDictionary()
+"""Weak references to what ``p.data`` has returned, by the parameter."""
+
+
+def _read_data(tensor: Tensor, known_as: Tensor | None = None) -> Tensor:
+    """Return ``p.data``, which keeps its values when the parameter is given other ones, as in ``old = p.data``."""
+    data: Tensor = Tensor.data.__get__(tensor)  # type: ignore[attr-defined]
+    key = tensor if known_as is None else known_as
+    _read[key] = [*(one for one in _read.get(key, ()) if one() is not None), TensorWeakRef(data)]
+    return data
+
+
+def _part_from(tensor: Tensor) -> None:
+    """Give what ``p.data`` has returned memory of its own: that of the parameter is written to."""
+    for reference in _read.pop(tensor, ()):
+        data = reference()
+        if isinstance(data, DTensor):
+            data._local_tensor = data._local_tensor.clone()
+        elif data is not None:
+            data.set_(data.clone())
 
 
 def assign_data(tensor: Tensor, value: Tensor) -> None:
@@ -74,6 +107,7 @@ def assign_data(tensor: Tensor, value: Tensor) -> None:
             "before parallelize"
         )
     with torch.no_grad():
+        _part_from(tensor)
         if isinstance(value, DTensor) and isinstance(tensor, DTensor) and value.placements == tensor.placements:
             local(tensor).copy_(local(value))
         else:
@@ -100,7 +134,9 @@ class WholeParameter(Tensor):
         whole.parameter = parameter
         return whole
 
-    data = property(Tensor.data.__get__, lambda self, value: assign_data(self.parameter, value))  # type: ignore[attr-defined]
+    data = property(
+        lambda self: _read_data(self, self.parameter), lambda self, value: assign_data(self.parameter, value)
+    )
     requires_grad = property(
         lambda self: self.parameter.requires_grad, lambda self, value: self.parameter.requires_grad_(value)
     )
@@ -218,17 +254,36 @@ def _as_one(made: DTensor, source: DTensor, select: Callable[[Tensor], Tensor]) 
 
 def _change_beside(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     changed = args[0]
+    if not isinstance(changed, DTensor) and _is_looked_at(changed):  # an average, say, of which this rank has all
+        others, named = tree_map_only(Tensor, _whole, (args[1:], kwargs))
+        return op(changed, *others, **named)
     is_beside = isinstance(changed, DTensor) and tree_any(_is_plain, (args[1:], kwargs))
     if not is_beside or not _is_looked_at(changed):
         return _run(op, args, kwargs)
 
+    others, named = _spread_plain((args[1:], kwargs), changed)
+    return _run(op, (changed, *others), named)
+
+
+def _combine(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    given = [one for one in args if isinstance(one, Tensor)]
+    # Only tensors of the same shape are surely beside a parameter: a batch, say, may be another on each rank.
+    shapes = {one.shape for one in given if one.dim() or isinstance(one, DTensor)}
+    if len(shapes) > 1 or not any(map(_is_plain, given)) or not all(map(_is_looked_at, given)):
+        return _run(op, args, kwargs)
+    like = next(one for one in given if isinstance(one, DTensor))
+    return _run(op, *_spread_plain((args, kwargs), like))
+
+
+def _spread_plain(data: Any, like: DTensor) -> Any:
+    """Return arguments with plain tensors as DTensors, with the values that the first of the ranks has."""
+
     def spread(tensor: Tensor) -> Tensor:
         if not _is_plain(tensor):
             return tensor
-        return _spread(_of_first(tensor.detach().clone(), changed.device_mesh), changed)
+        return _spread(_of_first(tensor.detach().clone(), like.device_mesh), like)
 
-    others, named = tree_map_only(Tensor, spread, (args[1:], kwargs))
-    return _run(op, (changed, *others), named)
+    return tree_map_only(Tensor, spread, data)
 
 
 def _change_whole(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -283,6 +283,8 @@ def _constant(value: Any) -> property:
 
 
 def _view(name: str, view: _View, *, is_own: bool) -> property:
+    placement = Replicate() if view.gradient.is_partial() else view.gradient
+
     def read(module: nn.Module) -> Tensor:
         parameter = module._parameters[name]
         assert isinstance(parameter, DTensor)
@@ -290,6 +292,8 @@ def _view(name: str, view: _View, *, is_own: bool) -> property:
             return parameter  # FSDP's part of a part, which it gathers before forward
         if not is_in_forward():
             return WholeParameter.of(parameter) if parameter.placements[0].is_replicate() else parameter
+        if not torch.compiler.is_compiling() and parameter.placements[0] != placement:
+            parameter = parameter.redistribute(placements=[placement])  # one that a loop has computed from gradients
         part = parameter.to_local(grad_placements=(view.gradient,))
         if part.requires_grad and not is_own:
             part.register_hook(torch.clone)

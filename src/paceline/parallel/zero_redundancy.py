@@ -35,7 +35,8 @@ def shard_optimizer(optimizer: torch.optim.Optimizer, mesh: Mesh) -> torch.optim
     optimizer's state is that of `local_optimizer`.
 
     Each rank steps an optimizer of the same class with the same attributes, also where they change later. Hooks on the
-    steps of `optimizer` run around those of all ranks; they get it, with all parameters, but without state.
+    steps of `optimizer` run around those of all ranks; they get it, with all parameters, and this rank's part of the
+    state: what a loop changes in ``optimizer.state``, or clears, counts.
 
     Args:
         optimizer: New optimizer. Its parameter groups are those of the returned one from now on; its step is not used.
@@ -65,6 +66,7 @@ def shard_optimizer(optimizer: torch.optim.Optimizer, mesh: Mesh) -> torch.optim
         )
         _keep_places(parameters, divided)
     optimizer.param_groups = divided.param_groups  # for schedulers and hooks
+    _share_state(optimizer, local_optimizer(divided))
     _forward_hooks(optimizer, divided)
     return divided
 
@@ -115,6 +117,12 @@ class DividedOptimizer(torch.optim.Optimizer):
         self.local.step()
         for rank, owned in enumerate(self._owned):
             broadcast_tensors([local(parameter) for parameter in owned], self._group, source=rank)
+
+
+def _share_state(optimizer: torch.optim.Optimizer, part: torch.optim.Optimizer) -> None:
+    """Let an optimizer have the state of the one that steps a part of its parameters, also where it is replaced."""
+    optimizer.state = part.state
+    part.register_load_state_dict_post_hook(lambda loaded: setattr(optimizer, "state", loaded.state))
 
 
 def _keep_places(parameters: Sequence[torch.Tensor], divided: torch.optim.Optimizer) -> None:

@@ -17,7 +17,7 @@ from paceline.compression.codec import is_finite
 from paceline.errors import GradientError, NonFiniteError, SpikeError
 from paceline.optim.torch_rules import is_adaptive, is_known
 from paceline.parallel.local import local
-from paceline.parallel.model_shard import ModelShard, is_split, summed_gradient
+from paceline.parallel.model_shard import ModelShard, is_split
 from paceline.replica.codec_chooser import CodecChooser, measure_step
 from paceline.replica.coded_steps import StepCoding, refuse_steps
 from paceline.replica.gradients import Gradients
@@ -297,8 +297,7 @@ class GradientReduction:
                 self.gradients.collect()
             self.gradients.finish()
             return
-        for parameter in self._parameters.values():  # a loop may change gradients before the update, as it would alone
-            parameter.grad = summed_gradient(parameter)
+        self._shard.complete_gradients(self._parameters)  # a loop may change them before the update, as it would alone
 
     @property
     def is_refused_alike(self) -> bool:
@@ -445,6 +444,7 @@ class GradientReduction:
         return use.unused
 
     def _drop_gradients(self) -> None:
+        self._shard.has_whole_gradients = False
         if self._in_common is not None:
             self._in_common.drop()
         if self.gradients is not None:

@@ -138,6 +138,11 @@ class AbsentTensor(Tensor):
             result = func(*args, **kwargs)
             return _make_absent(result, _sources[args[0]]) if func in _SAME else result
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> "AbsentTensor":
+        """Return a placeholder of its own, such as an average of models has."""
+        made = memo[id(self)] = _make_absent(self, _sources[self])
+        return made
+
 
 _SAME = (Tensor.data.__get__, Tensor.detach)  # type: ignore[attr-defined]
 """Functions whose results a loop writes to in the place of a parameter."""
@@ -148,9 +153,9 @@ def make_absent(tensor: Tensor, name: str) -> Tensor:
     return _make_absent(tensor, f"{name}, which only another stage has")
 
 
-def _make_absent(tensor: Tensor, source: str) -> Tensor:
+def _make_absent(tensor: Tensor, source: str) -> AbsentTensor:
     value = float("nan") if tensor.is_floating_point() else 0
-    made = (
+    made: AbsentTensor = (
         torch.full((), value, dtype=tensor.dtype, device=tensor.device).expand(tensor.shape).as_subclass(AbsentTensor)
     )
     mark_missing(made, source)
