@@ -32,7 +32,7 @@ class _Generator(NamedTuple):
     state: Any
 
 
-class _Found(NamedTuple):
+class _FoundState(NamedTuple):
     """A value as a forward found it."""
 
     value: Any = _ABSENT
@@ -76,7 +76,7 @@ class BlockState:
         now = self._read()
         buffers = {id(holder) for holder, is_buffer in self._holders if is_buffer}
         for slot in found.keys() | now.keys():
-            before = found.get(slot, _Found())
+            before = found.get(slot, _FoundState())
             if _is_other(before, now.get(slot, _ABSENT), slot[0] in buffers):
                 self._has_changed = True
                 if not _needs_graph(before.value):
@@ -133,15 +133,15 @@ class BlockState:
                 )
 
 
-def _keep(values: Mapping[_Slot, Any]) -> dict[_Slot, _Found]:
+def _keep(values: Mapping[_Slot, Any]) -> dict[_Slot, _FoundState]:
     """Return values with copies of those that may change in place; what shares memory has copies that do."""
     copies = _copy([value for value in values.values() if isinstance(value, Tensor) and not value.requires_grad])
     found = {}
     for slot, value in values.items():
         if isinstance(value, Tensor):
-            found[slot] = _Found(value, _version(value), copies.get(id(value), value))
+            found[slot] = _FoundState(value, _version(value), copies.get(id(value), value))
         else:
-            found[slot] = _Found(value, 0, copy.copy(value) if type(value) in _COLLECTIONS else value)
+            found[slot] = _FoundState(value, 0, copy.copy(value) if type(value) in _COLLECTIONS else value)
     return found
 
 
@@ -180,7 +180,7 @@ def _copy_views(views: Mapping[int, Tensor]) -> dict[int, Tensor]:
     }
 
 
-def _is_other(before: _Found, now: Any, is_buffer: bool) -> bool:
+def _is_other(before: _FoundState, now: Any, is_buffer: bool) -> bool:
     if now is not before.value:
         return True
     if isinstance(now, Tensor):

@@ -92,10 +92,10 @@ def recompute(module: nn.Module, choices: Mapping[str, Choice]) -> None:
         choices: Recomputation by the block's name; blocks that are left out keep all activations.
     """
     for name, choice in choices.items():
-        _Checkpoint(module.get_submodule(name), choice)
+        _RecomputedBlock(module.get_submodule(name), choice)
 
 
-class _Checkpoint:
+class _RecomputedBlock:
     """Hooks that make backward run a block again, as torch's composable checkpoint does.
 
     Unlike its contexts these can be entered again, as backward through a retained graph does.
