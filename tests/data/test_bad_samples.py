@@ -121,6 +121,28 @@ def test_nothing_readable_is_an_error():
             load(Damaged(8, range(8)), bad_samples=BadSamples(action=action))
 
 
+@pytest.mark.parametrize("workers", [1, 2])
+def test_skipped_samples_are_left_out_where_others_are_mixed(workers):
+    class Pictures(torch.utils.data.Dataset):
+        def __len__(self):
+            return 24
+
+        def __getitem__(self, index):
+            if index in (4, 5, 20):
+                raise BadSample(f"{index} is bad")
+            return torch.full((3, 8, 8), float(index)), index % 2
+
+    options = {"num_micro_batches": 3, "augment": [{"name": "mixup", "probability": 0.0, "num_classes": 2}]}
+    options |= {"order": "sequential", "bad_samples": BadSamples(action="skip")}
+    read = []
+    for group in LocalGroup.create(workers):
+        for batch in Loader(Pictures(), 9, group=group, num_epochs=1, **options):
+            images, labels = batch.data
+            pairs = zip(images[:, 0, 0, 0].tolist(), labels.argmax(1).tolist(), strict=True)
+            read += list(pairs)[: batch.num_samples]
+    assert sorted(read) == [(n, n % 2) for n in range(24) if n not in (4, 5, 20)]
+
+
 @pytest.mark.parametrize("action", ["skip", "replace"])
 def test_processes_read_the_same(action):
     options = {"bad_samples": BadSamples(action=action), "seed": 2}
