@@ -2,6 +2,7 @@
 
 import itertools
 import json
+from collections import namedtuple
 
 import numpy as np
 import pytest
@@ -67,6 +68,13 @@ def test_a_pair_gets_its_mask_as_one_more_input():
     assert ids.tolist() == [[1, 1], [1, 7]]
     assert mask.tolist() == [[True, True], [True, False]]
     assert targets.tolist() == [[1, 1], [1, -100]]
+
+
+def test_labels_of_a_named_pair_ask_nothing_where_they_are_padded():
+    pair = namedtuple("pair", "words tags")
+    batch = Padding(value=7)([pair(torch.ones(n), torch.ones(n)) for n in (1, 2)])
+    assert batch.words.tolist() == [[1, 7], [1, 1]]
+    assert batch.tags.tolist() == [[1, -100], [1, 1]]
 
 
 @pytest.mark.parametrize("leaves", [(), ("ids",)])
