@@ -1,7 +1,9 @@
+import copy
 import io
 import pickle
 import tarfile
 import warnings
+from functools import partial
 
 import numpy as np
 import pytest
@@ -13,11 +15,13 @@ from PIL import Image
 
 from paceline.comm import LocalGroup
 from paceline.data import BadSamples, BadSampleWarning, FileData, FileSource, Images, Loader, Source
+from paceline.data.bad_samples import BadSampleCount
 from paceline.data.formats.index import write_index
 from paceline.data.formats.opening import open_place
 from paceline.errors import BadSample, DataError, SettingsError
 from paceline.monitor import BadSampleFound, read_log
-from paceline.training import Run
+from paceline.replica import Loss, Replica
+from paceline.training import Run, evaluate
 
 
 class Damaged(Source):
@@ -117,6 +121,28 @@ def test_nothing_readable_is_an_error():
             load(Damaged(8, range(8)), bad_samples=BadSamples(action=action))
 
 
+@pytest.mark.parametrize("workers", [1, 2])
+def test_skipped_samples_are_left_out_where_others_are_mixed(workers):
+    class Pictures(torch.utils.data.Dataset):
+        def __len__(self):
+            return 24
+
+        def __getitem__(self, index):
+            if index in (4, 5, 20):
+                raise BadSample(f"{index} is bad")
+            return torch.full((3, 8, 8), float(index)), index % 2
+
+    options = {"num_micro_batches": 3, "augment": [{"name": "mixup", "probability": 0.0, "num_classes": 2}]}
+    options |= {"order": "sequential", "bad_samples": BadSamples(action="skip")}
+    read = []
+    for group in LocalGroup.create(workers):
+        for batch in Loader(Pictures(), 9, group=group, num_epochs=1, **options):
+            images, labels = batch.data
+            pairs = zip(images[:, 0, 0, 0].tolist(), labels.argmax(1).tolist(), strict=True)
+            read += list(pairs)[: batch.num_samples]
+    assert sorted(read) == [(n, n % 2) for n in range(24) if n not in (4, 5, 20)]
+
+
 @pytest.mark.parametrize("action", ["skip", "replace"])
 def test_processes_read_the_same(action):
     options = {"bad_samples": BadSamples(action=action), "seed": 2}
@@ -143,9 +169,10 @@ def test_a_run_names_the_damaged_file(tmp_path, run_here):
         for number in range(12):
             pixels = np.full((8, 8, 3), number * 20, dtype=np.uint8)
             Image.fromarray(pixels).save(tmp_path / "images" / name / f"{number}.png")
-    train = Images(path=tmp_path / "images", size=8).open().train
-    damaged = train._paths[0]
-    damaged.write_bytes(damaged.read_bytes()[:40])
+    splits = Images(path=tmp_path / "images", size=8).open()
+    damaged, held_out = (source._paths[0] for source in (splits.train, splits.held_out))
+    for path in (damaged, held_out):
+        path.write_bytes(path.read_bytes()[:40])
     options = [
         "--data.path",
         tmp_path / "images",
@@ -164,7 +191,7 @@ def test_a_run_names_the_damaged_file(tmp_path, run_here):
     done = run_here("train", "rnn", *options, "--out", tmp_path / "skip", "--bad_samples.action", "skip")
     assert done.returncode == 0, done.stderr
     found = [one.event for one in read_log(tmp_path / "skip" / "events.jsonl") if isinstance(one.event, BadSampleFound)]
-    assert [(one.path, one.action) for one in found] == [(str(damaged), "skip")]
+    assert [(one.path, one.action) for one in found] == [(str(damaged), "skip"), (str(held_out), "skip")]
 
 
 def test_other_values_than_settings_are_refused():
@@ -220,3 +247,45 @@ def test_files_of_a_run_may_begin_with_one_that_is_no_image(tmp_path):
     train = FileData(path=str(tmp_path), held_out_fraction=0.5).open().train
     with pytest.raises(BadSample, match=r"/cats/[abc]\.png must be readable"):
         train.read(np.array([0]))
+
+
+class MeanSquare:
+    def loss(self, model, batch):
+        return Loss((model(batch.data[:, None].float()) ** 2).mean(), float(batch.num_samples))
+
+
+def test_held_out_samples_that_cannot_be_read_are_left_out():
+    torch.manual_seed(0)
+    model = torch.nn.Linear(1, 1)
+
+    def judge(group, bad, settings):
+        count = BadSampleCount(settings)
+        module = copy.deepcopy(model)
+        replica = Replica(module, torch.optim.SGD(module.parameters(), 0.1), group=group)
+        found = evaluate(replica, MeanSquare(), Damaged(12, bad), batch_size=2, bad_samples=count)
+        return found.loss, found.weight, found.num_samples, len(count.take())
+
+    whole = [float((model(torch.tensor([[float(n)]])) ** 2).item()) for n in range(12)]
+    for workers, bad in [(1, {0, 1, 5}), (3, {0, 1, 5})]:
+        for action in ("skip", "replace"):
+            results = LocalGroup.run(workers, partial(judge, bad=bad, settings=BadSamples(action=action)))
+            kept = [value for number, value in enumerate(whole) if number not in bad]
+            for loss, weight, num_samples, _ in results:
+                assert loss == pytest.approx(sum(kept) / len(kept))
+                assert weight == num_samples == 9
+            assert sum(result[3] for result in results) == 3
+    with pytest.raises(BadSample, match="5 is bad"):
+        judge(LocalGroup(), {5}, BadSamples())
+    with pytest.raises(DataError, match="at most 2"):
+        judge(LocalGroup(), {1, 5, 7}, BadSamples(action="skip", budget=2))
+
+
+@pytest.mark.filterwarnings("ignore::paceline.data.NoIndexWarning")
+def test_the_first_sample_may_be_bad(tmp_path):
+    lines = ["{torn", *('{"text": "abc"}' for _ in range(20))]
+    (tmp_path / "a.jsonl").write_text("\n".join(lines))
+    splits = FileData(path=str(tmp_path / "a.jsonl"), sequence_length=4).open()
+    assert len(splits.train) + len(splits.held_out) == 21
+    (tmp_path / "a.jsonl").write_text("\n".join(lines[:1] * 3))
+    with pytest.raises(BadSample, match="line at byte"):
+        FileData(path=str(tmp_path / "a.jsonl")).open()

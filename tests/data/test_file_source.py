@@ -188,6 +188,16 @@ def test_blocks_are_verified_when_they_are_first_touched(tmp_path):
         FileSource(tmp_path, verify=True).read_trees(np.array([5]))
 
 
+def test_all_blocks_of_a_large_sample_are_verified(tmp_path):
+    write_shards(tmp_path, "tar", [{"a": bytes(5 << 19)}], num_shards=1)
+    content = bytearray((tmp_path / "shard-00.tar").read_bytes())
+    content[-20000] ^= 4  # in the last of its three blocks
+    (tmp_path / "shard-00.tar").write_bytes(content)
+    assert FileSource(tmp_path).read_leaves(np.array([0]))[0]["a"] != bytes(5 << 19)
+    with pytest.raises(DataError, match=r"bytes 2097152 to \d+ have changed"):
+        FileSource(tmp_path, verify=True).read_leaves(np.array([0]))
+
+
 def test_formats_are_found_by_the_names_of_files(tmp_path):
     (tmp_path / "one.xyz").write_bytes(b"x")
     with pytest.raises(DataError, match="files must be of a known format, but end in xyz; give one of tar, "):

@@ -17,6 +17,7 @@ from paceline.data.formats.index import write_index
 from paceline.data.formats.leaves import flatten, nest
 from paceline.data.formats.mds import MDS
 from paceline.data.formats.opening import open_place
+from paceline.data.formats.prepare import prepare
 from paceline.data.storage import LocalStorage
 from paceline.errors import BadSample, DataError
 
@@ -390,3 +391,41 @@ def test_flipped_bits_are_detected_by_the_manifest(tmp_path, name):
             with pytest.raises(BadSample, match="must be whole"):
                 FileSource(tmp_path).read_leaves(np.arange(len(source)))
         file.write_bytes(content)
+
+
+@pytest.mark.parametrize("name", [*TREES, "prepared"])
+def test_a_leaf_without_a_name_keeps_it(tmp_path, name):
+    samples = [{"": value, "b": number} for number, value in enumerate([1, 2])]
+    write_shards(tmp_path / "a", "tar" if name == "prepared" else name, samples, num_shards=1)
+    source = FileSource(tmp_path / "a")
+    if name == "prepared":
+        prepare(source, tmp_path / "b", "arrow", 1000)
+        source = FileSource(tmp_path / "b")
+    read = [{leaf: value for leaf, value in one.items() if leaf != "__key__"} for one in source.read_leaves([0, 1])]
+    assert read == samples
+
+
+@pytest.mark.parametrize("name", ["jsonl", "jsonl_gz", "jsonl_zst"])
+@pytest.mark.parametrize("sample", [{"base64": "eA=="}, {"x.base64": "eA==", "b": 1}, {"x": {"a": {"base64": 5}}}])
+def test_text_is_not_written_where_it_would_be_read_as_bytes(name, sample):
+    with pytest.raises(DataError, match="must not be named base64 alone for JSON lines"):
+        FORMATS[name]().encode([sample])
+    assert FORMATS[name]().encode([sample | {"x.c": 1, "c": 1}] if "x.base64" in sample else [{"b": 1}])
+
+
+def test_a_line_that_is_one_value_is_a_bad_sample():
+    with pytest.raises(BadSample, match="'base64' says that it is one value"):
+        FORMATS["jsonl"]().decode("a.jsonl", {}, 0, b'{"base64": "eA=="}')
+
+
+@pytest.mark.filterwarnings("ignore::paceline.data.NoIndexWarning")
+@pytest.mark.parametrize("name", TREES)
+def test_shards_without_samples_lie_between_others(tmp_path, name):
+    write_shards(tmp_path, name, [{"a": 1}], num_shards=1, indexed=False)
+    FORMATS[name]().write(LocalStorage(tmp_path), "shard-0", [])
+    FORMATS[name]().finish(LocalStorage(tmp_path), open_place(tmp_path).list_files())
+    for _ in range(2):
+        source = FileSource(tmp_path)
+        assert source.shard_sizes == [0, 1]
+        assert source.read_leaves([0])[0]["a"] == 1
+        write_index(open_place(tmp_path), "auto")

@@ -91,6 +91,21 @@ def test_a_worker_that_is_away_is_done_without(workers):
     assert [len(share) for share in found] == [NUM_FILES * FILE_BYTES // SAMPLE_BYTES // 12] * 2
 
 
+def test_a_worker_that_is_away_is_not_asked_for_each_block(workers, monkeypatch):
+    first = workers[0]
+    first._register("0000.bin")
+    blocks = [block for block in first._blocks if not first.peers.is_home(block.key)]
+    asked = []
+
+    def refuse(home, block):
+        asked.append(home)
+        raise OSError("away")
+
+    monkeypatch.setattr(first.peers, "_ask", refuse)
+    assert [first.peers.fetch(block) for block in 2 * blocks] == [None] * 2 * len(blocks)
+    assert sorted(asked) == sorted({first.peers._home_of(block.key) for block in blocks})
+
+
 def test_a_damaged_block_is_not_taken_from_a_peer(workers, monkeypatch):
     first, second = workers[:2]
     first._register("0000.bin")

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+from collections import namedtuple
 
 import numpy as np
 import pytest
@@ -11,11 +12,11 @@ from hypothesis import strategies as st
 
 from paceline.cli.overrides import apply_overrides, parse_pairs
 from paceline.comm import LocalGroup
-from paceline.data import GlobalOrder, Interval, Loader, MapSource, Padding
+from paceline.data import BadSamples, BadSampleWarning, GlobalOrder, Interval, Loader, MapSource, Padding
 from paceline.data.division import Batches, MicroBatches, Shares, find_progress
 from paceline.data.length_groups import LengthGroups
 from paceline.data.order import list_positions
-from paceline.errors import DataError, SettingsError
+from paceline.errors import BadSample, DataError, SettingsError
 from paceline.recipes.transformer_lm import TransformerLM
 from plain_functions import Sentences, compute_loss_of_output, losses_of, make_run, parameters_of, train_here
 
@@ -67,6 +68,13 @@ def test_a_pair_gets_its_mask_as_one_more_input():
     assert ids.tolist() == [[1, 1], [1, 7]]
     assert mask.tolist() == [[True, True], [True, False]]
     assert targets.tolist() == [[1, 1], [1, -100]]
+
+
+def test_labels_of_a_named_pair_ask_nothing_where_they_are_padded():
+    pair = namedtuple("pair", "words tags")
+    batch = Padding(value=7)([pair(torch.ones(n), torch.ones(n)) for n in (1, 2)])
+    assert batch.words.tolist() == [[1, 7], [1, 1]]
+    assert batch.tags.tolist() == [[1, -100], [1, 1]]
 
 
 @pytest.mark.parametrize("leaves", [(), ("ids",)])
@@ -326,3 +334,24 @@ def test_a_run_takes_its_padding_from_the_command_line_and_refuses_what_does_not
         make_run(**UNEQUAL, loss=compute_loss_of_output, layout={"pipeline": 2})
     with pytest.raises(ValueError, match=r"padding\.multiple_of must be a multiple of 4 for a context axis of 2"):
         make_run(**UNEQUAL, layout={"context": 2})
+
+
+def test_samples_that_cannot_be_read_are_measured_as_nothing_where_they_are_tolerated():
+    class Torn(MapSource):
+        def decode(self, fetched, seeds=None):
+            if any(index % 5 == 3 for index in fetched.tolist()):
+                raise BadSample("torn")
+            return [{"n": torch.tensor(index), "ids": torch.ones(1 + index % 7)} for index in fetched.tolist()]
+
+        fetch = staticmethod(lambda indices: indices)
+
+    def read(action):
+        source = Torn(range(40), Padding(leaves=("ids",)))
+        options = {"group_by_length": True, "bad_samples": BadSamples(action=action)}
+        loader = Loader(source, 8, num_epochs=1, num_micro_batches=2, **options)
+        return sorted(n for batch in loader for n in batch.data["n"][: batch.num_samples].tolist())
+
+    with pytest.warns(BadSampleWarning):
+        assert read("skip") == [index for index in range(40) if index % 5 != 3]
+    with pytest.raises(BadSample, match="torn"):
+        read("fatal")

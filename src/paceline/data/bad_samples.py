@@ -146,6 +146,24 @@ class BadSampleCount:
         return [self._new.get() for _ in range(self._new.qsize())]
 
 
+def read_without_bad(source: Source, indices: Indices, count: BadSampleCount) -> tuple[Any, int]:
+    """Return the batch of samples at `indices` without the bad ones, and how many these are.
+
+    Raises:
+        BadSample: A sample cannot be read, and that is fatal, or no neighbour of bad ones is any better.
+        DataError: There are more bad samples than the budget.
+    """
+    try:
+        return source.read(indices), 0
+    except BadSample:
+        if count.is_fatal:
+            raise
+    good = read_good(source, indices, None, replaces=False)
+    count.note(good.found)
+    data = source.collate(good.data) if source.decodes_samples else good.data
+    return data, len(indices) - len(good.kept)
+
+
 def _name(bad: FoundBadSample) -> str:
     place = " ".join(part for part in (bad.path, bad.key) if part)
     return f"sample {bad.sample}{f' ({place})' if place else ''}: {bad.reason}"

@@ -9,7 +9,7 @@ from paceline.data.base import Source
 from paceline.data.order import GlobalOrder, Interval
 from paceline.data.orders import Indices
 from paceline.data.padding import Padding
-from paceline.errors import SettingsError
+from paceline.errors import BadSample, SettingsError
 
 _CHUNK = 512
 """Samples that are read together to be measured."""
@@ -98,10 +98,15 @@ def _try_to_fill(costs: list[int], parts: list[float], capacity: float) -> list[
 _measured: "weakref.WeakKeyDictionary[Source, Indices]" = weakref.WeakKeyDictionary()
 
 
-def measure_lengths(source: Source) -> Indices:
+def measure_lengths(source: Source, *, is_fatal: bool = True) -> Indices:
     """Return the length of each sample of a source, which reads all of them, once in this process.
 
+    Args:
+        source: Source of the samples.
+        is_fatal: Whether a sample that cannot be read is an error; else its length is 0.
+
     Raises:
+        BadSample: A sample cannot be read.
         SettingsError: The source does not know what a sample's length is.
     """
     padding = source.collate_fn
@@ -114,17 +119,37 @@ def measure_lengths(source: Source) -> Indices:
         parts = [np.zeros(0, dtype=np.int64)]
         for start in range(0, len(source), _CHUNK):
             indices = np.arange(start, min(start + _CHUNK, len(source)), dtype=np.int64)
-            parts.append(np.array([padding.length_of(one) for one in source.decode(source.fetch(indices))], np.int64))
+            parts.append(_measure(source, padding, indices, is_fatal=is_fatal))
         _measured[source] = np.concatenate(parts)
     return _measured[source]
 
 
+def _measure(source: Source, padding: Padding, indices: Indices, *, is_fatal: bool) -> Indices:
+    """Return the lengths of some samples, which are read one by one if one of them is bad."""
+    try:
+        return np.array([padding.length_of(one) for one in source.decode(source.fetch(indices))], np.int64)
+    except BadSample:
+        if is_fatal:
+            raise
+        if len(indices) == 1:
+            return np.zeros(1, np.int64)
+        return np.concatenate(
+            [_measure(source, padding, one, is_fatal=False) for one in np.split(indices, len(indices))]
+        )
+
+
 def open_groups(
-    order: GlobalOrder, source: Source | None, lengths: Sequence[int] | None, *, group_by_length: bool
+    order: GlobalOrder,
+    source: Source | None,
+    lengths: Sequence[int] | None,
+    *,
+    group_by_length: bool,
+    is_bad_fatal: bool = True,
 ) -> LengthGroups | None:
     """Return the groups of a loader, by its settings; None if it has none.
 
     Raises:
+        BadSample: A sample cannot be read to be measured, and `is_bad_fatal`.
         SettingsError: Settings do not fit each other, or the data.
     """
     if not group_by_length:
@@ -136,4 +161,4 @@ def open_groups(
             "group_by_length must be false for an iterable data set, whose samples are known one after another; write "
             "a data set with __len__ and __getitem__"
         )
-    return LengthGroups(order, measure_lengths(source) if lengths is None else lengths)
+    return LengthGroups(order, measure_lengths(source, is_fatal=is_bad_fatal) if lengths is None else lengths)

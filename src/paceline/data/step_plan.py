@@ -54,7 +54,14 @@ class StepPlan:
         self._ending = Ending(self.order, self._batches, num_epochs, num_steps)
         self._ends_unknown = self._stream is not None and num_epochs is not None
         augmenter = self._open_augmenter(augment)
-        groups = open_groups(self.order, dataset.source, lengths, group_by_length=group_by_length)
+        bad_samples_met = BadSampleCount(bad_samples)
+        groups = open_groups(
+            self.order,
+            dataset.source,
+            lengths,
+            group_by_length=group_by_length,
+            is_bad_fatal=bad_samples_met.is_fatal,
+        )
         if groups is not None and (dataset.grows or (augmenter is not None and augmenter.mixes)):
             found = (
                 "data that grows, whose new lengths are unknown"
@@ -79,7 +86,7 @@ class StepPlan:
             self._micro_batches,
             self._ending,
             group,
-            BadSampleCount(bad_samples),
+            bad_samples_met,
             settings,
             augmenter,
             claim_size=max(1, round(self._first_batch / group.size)),

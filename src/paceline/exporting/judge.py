@@ -11,6 +11,7 @@ from torch import nn
 from paceline.checkpoint.find import find_checkpoint
 from paceline.checkpoint.weights import Weights
 from paceline.comm import LocalGroup
+from paceline.data.bad_samples import BadSampleCount
 from paceline.errors import SettingsError
 from paceline.exporting.load import load_checkpoint_model, load_checkpoint_run
 from paceline.parallel.model_shard import ModelShard
@@ -20,7 +21,7 @@ from paceline.replica.optimizer_step import autocast
 from paceline.training.evaluate import Evaluation, evaluate
 from paceline.training.run import Run
 
-JUDGED_BY = ("data", "collate_fn", "loss", "metrics", "precision", "global_batch", "evaluate_samples")
+JUDGED_BY = ("data", "collate_fn", "loss", "metrics", "precision", "global_batch", "evaluate_samples", "bad_samples")
 """Settings of a run that may be others when its model is judged."""
 
 
@@ -78,6 +79,7 @@ def evaluate_run(
         metrics=settings.metrics,
         batch_size=max(1, settings.global_batch // settings.num_micro_batches),
         max_samples=settings.evaluate_samples,
+        bad_samples=BadSampleCount(settings.bad_samples),
     )
     assert evaluation is not None, "nothing stops it"
     return Judgement(evaluation, found.path, found.step, weights.averaged, splits.held_out is not None)

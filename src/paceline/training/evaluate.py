@@ -14,6 +14,7 @@ from torch import nn
 
 from paceline.comm.group import Group
 from paceline.comm.progress import BETWEEN, PROGRESS
+from paceline.data.bad_samples import BadSampleCount, BadSamples, read_without_bad
 from paceline.data.base import IterableSource, Source
 from paceline.data.batch import Batch, list_tensors
 from paceline.data.order import Interval, apportion
@@ -23,6 +24,9 @@ from paceline.replica.loss import Loss
 from paceline.sync.batch_statistics import pooled_over_workers
 from paceline.training.metrics import Metrics, Recorder, Sums
 from paceline.training.objective import Objective
+
+_LOST = "lost samples"
+"""Key of the number of samples that could not be read, beside the sums of losses and metrics."""
 
 
 @dataclass(frozen=True)
@@ -71,6 +75,7 @@ def evaluate(
     max_samples: int | None = None,
     averaged: bool = False,
     is_stopped: Callable[[], bool] = lambda: False,
+    bad_samples: BadSampleCount | None = None,
 ) -> Evaluation | None:
     """Return the loss and metrics over held-out samples.
 
@@ -86,6 +91,8 @@ def evaluate(
         max_samples: Number of samples of `source` to use, the first ones; None for all.
         averaged: Whether to evaluate the moving averages of parameters.
         is_stopped: Function that returns whether to stop early; if it does on any worker the result is None on all.
+        bad_samples: Count of samples that cannot be read, and are left out unless its settings are fatal; None for the
+            first one to be an error.
     """
     began_s = time.perf_counter()
     PROGRESS.enter(time.monotonic(), b"evaluate")
@@ -103,9 +110,12 @@ def evaluate(
         parameters,
         pooled_over_workers(model.module, shard.statistics_group),
     ):
-        for batch in _read(source, shard, batch_size, max_samples):
+        for batch in _read(source, shard, batch_size, max_samples, bad_samples or BadSampleCount(BadSamples())):
             if isinstance(source, IterableSource):
                 num_samples = batch.interval.stop
+            elif shard.counts_loss and batch.num_samples < batch.interval.num_samples:
+                lost = batch.interval.num_samples - batch.num_samples
+                sums[_LOST] = (sums.get(_LOST, (0.0, 0.0))[0] + lost, 0.0)
             if is_stopped():
                 sums["stopped"] = (1.0, 0.0)
                 if shard.is_whole:
@@ -119,6 +129,7 @@ def evaluate(
     PROGRESS.enter(time.monotonic(), BETWEEN)
     if "stopped" in totals:
         return None
+    num_samples -= int(totals.pop(_LOST, (0.0, 0.0))[0])
     check_samples(num_samples)
     means = {name: total / weight if weight else math.nan for name, (total, weight) in totals.items()}
     return Evaluation(means.pop("loss"), totals["loss"][1], means, num_samples, time.perf_counter() - began_s)
@@ -144,7 +155,11 @@ def check_samples(num_samples: int) -> None:
 
 
 def _read(
-    source: Source | IterableSource, shard: ModelShard, batch_size: int, max_samples: int | None
+    source: Source | IterableSource,
+    shard: ModelShard,
+    batch_size: int,
+    max_samples: int | None,
+    bad_samples: BadSampleCount,
 ) -> Iterator[Batch]:
     """Yield this rank's batches.
 
@@ -167,7 +182,8 @@ def _read(
     for first in range(start, start + length, batch_size):
         interval = Interval(min(first, stop), min(first + batch_size, stop))
         places = np.arange(*interval, dtype=np.int64) if interval.num_samples else np.zeros(1, dtype=np.int64)
-        yield Batch(source.read(places), interval.num_samples, interval)
+        data, num_lost = read_without_bad(source, places, bad_samples)
+        yield Batch(data, max(0, interval.num_samples - num_lost), interval)
 
 
 def _judge(

@@ -6,6 +6,7 @@ from paceline.errors import DataError
 from paceline.monitor.events import Evaluated, Warned
 from paceline.training.best import BestSoFar
 from paceline.training.evaluate import Evaluation, evaluate
+from paceline.training.log_events import log_bad_samples
 from paceline.training.session import Session
 
 
@@ -15,6 +16,7 @@ def evaluate_held_out(session: Session, held_out: Source | IterableSource) -> Ev
     session.replica.flush()
     evaluation = _evaluate(session, held_out, averaged=training.run.ema is not None)
     plain = _evaluate(session, held_out, averaged=False) if training.run.ema is not None else None
+    log_bad_samples(session)
     if evaluation is None or (training.run.ema is not None and plain is None):
         return None
     if not evaluation.weight:
@@ -51,6 +53,7 @@ def _evaluate(session: Session, held_out: Source | IterableSource, *, averaged: 
         max_samples=run.evaluate_samples,
         averaged=averaged,
         is_stopped=lambda: session.membership.stop_requested_by not in ("", CHANGE),
+        bad_samples=session.training.held_out_bad,
     )
 
 
@@ -65,6 +68,14 @@ def try_evaluation(session: Session) -> None:
     if training.step or held_out is None or (run.metrics is None and not training.best.is_used):
         return
     most = session.replica.shard.data_parallel_group.size
-    tried = evaluate(session.replica, run.loss, held_out, metrics=run.metrics, batch_size=1, max_samples=most)
+    tried = evaluate(
+        session.replica,
+        run.loss,
+        held_out,
+        metrics=run.metrics,
+        batch_size=1,
+        max_samples=most,
+        bad_samples=training.held_out_bad,
+    )
     if tried is not None:
         BestSoFar(run.keep_best, run.stop_after).note(tried, 0)

@@ -50,10 +50,14 @@ def log_failure(log: EventLog, error: BaseException, step: int = -1) -> None:
 
 def log_bad_samples(session: Session) -> None:
     """Log the samples that this worker could not read, whichever it is; callbacks are not called."""
-    action = session.training.run.bad_samples.action
-    for found in session.loader.take_bad_samples():
-        event = BadSampleFound(**found._asdict(), action=action)
-        session.training.log.write(event, step=session.training.step)
+    training = session.training
+    events = [
+        BadSampleFound(**found._asdict(), action=training.run.bad_samples.action)
+        for found in session.loader.take_bad_samples()
+    ]
+    events += [BadSampleFound(**found._asdict(), action="skip") for found in training.held_out_bad.take()]
+    for event in events:
+        training.log.write(event, step=training.step)
 
 
 def take_new_shards(session: Session, *, is_due: bool = False) -> None:

@@ -11,6 +11,7 @@ from paceline.checkpoint import AsyncSaver, Checkpoint, CheckpointStore, SavedSt
 from paceline.checkpoint.mirror import CheckpointMirror
 from paceline.comm.group import Group
 from paceline.data import Source, Splits
+from paceline.data.bad_samples import BadSampleCount
 from paceline.errors import CheckpointError
 from paceline.monitor.events import CheckpointSkipped, StepFinished
 from paceline.monitor.log import EventLog
@@ -95,6 +96,11 @@ class Training:
     """Step of the latest checkpoint since this start, which may still be written."""
     plan_watch: PlanWatch | None = None
     """Comparison of steps with the plan of the run; None if it has none."""
+    held_out_bad: BadSampleCount = field(init=False)
+    """Count of held-out samples that could not be read."""
+
+    def __post_init__(self) -> None:
+        self.held_out_bad = BadSampleCount(self.run.bad_samples)
 
     @property
     def keeps_saver(self) -> bool:

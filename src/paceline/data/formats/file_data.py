@@ -22,12 +22,14 @@ from paceline.data.image_decoding import Decoder, decode_image
 from paceline.data.images import normalise
 from paceline.data.padding import Padding
 from paceline.data.storage import StoreSettings
-from paceline.errors import DataError, SettingsError
+from paceline.errors import BadSample, DataError, SettingsError
 from paceline.registry import register
 
 NOT_ASKED = -100
 """Target of a place that is no token."""
 NUM_BYTES = 256
+_MOST_TRIES = 100
+"""Samples that are tried to learn what they hold."""
 _TARGETS = (*LABELS, "cls", "class", "y")
 
 
@@ -108,7 +110,7 @@ class FileData(Data):
             grows=self.grows and path == self.path,
             store=self.store,
         )
-        first = {name: value for name, value in flatten(source.read_trees(np.arange(1))[0]).items() if name != KEY}
+        first = {name: value for name, value in flatten(_read_first(source)).items() if name != KEY}
         name = self.input or _guess_input(first, path)
         value = _find_leaf(first, name, "input", path)
         if isinstance(value, str) or _is_row_of_tokens(name, value):
@@ -222,6 +224,21 @@ class NextTokens:
 def _is_row_of_tokens(name: str, value: Any) -> bool:
     is_row = isinstance(value, np.ndarray | list) and np.asarray(value).ndim == 1
     return is_row and name.rpartition(".")[2] in ("tokens", "input_ids") and np.asarray(value).dtype.kind in "iu"
+
+
+def _read_first(source: FileSource) -> dict[str, Any]:
+    """Return the first sample that can be read, as a run may tolerate bad ones.
+
+    Raises:
+        BadSample: None of the first ones can be read.
+    """
+    for index in range(num_tried := min(len(source), _MOST_TRIES)):
+        try:
+            return source.read_trees(np.array([index]))[0]
+        except BadSample:
+            if index == num_tried - 1:
+                raise
+    raise AssertionError("a source of files has samples")
 
 
 def _guess_input(first: Mapping[str, Any], path: str) -> str:

@@ -215,6 +215,8 @@ def _read_line(line: bytes, path: str, start: int) -> Sample:
         sample = json.loads(line, object_pairs_hook=_make_object)
         if not isinstance(sample, dict):
             raise ValueError(f"it is no object but {type(sample).__name__}")
+        if _is_hidden(sample):
+            raise ValueError(f"{_BASE64!r} says that it is one value, and not leaves with names")
         return {name: _read_value(value) for name, value in flatten(_hide(sample)).items()}
     except (ValueError, KeyError, TypeError, DataError, RecursionError) as error:
         message = f"{path}: the line at byte {start} must be a JSON object, but: {error}; mend or remove it"
@@ -241,9 +243,17 @@ def _hide(value: Any) -> Any:
     """Return a tree whose bytes and arrays are no mappings."""
     if not isinstance(value, dict):
         return value
-    if _BASE64 in value and value.keys() <= {_BASE64, "dtype", "shape"}:
-        return _Hidden(value)
-    return {name: _hide(inner) for name, inner in value.items()}
+    return _Hidden(value) if _is_hidden(value) else {name: _hide(inner) for name, inner in value.items()}
+
+
+def _is_hidden(value: dict[str, Any]) -> bool:
+    """Return whether an object stands for bytes or an array."""
+    return _BASE64 in value and value.keys() <= {_BASE64, "dtype", "shape"}
+
+
+def _seems_hidden(tree: dict[str, Any]) -> bool:
+    """Return whether leaves that are written would be read as bytes or an array."""
+    return _is_hidden(tree) or any(_seems_hidden(inner) for inner in tree.values() if isinstance(inner, dict))
 
 
 def _read_value(value: Any) -> Any:
@@ -257,6 +267,11 @@ def _read_value(value: Any) -> Any:
 
 def _write_line(sample: Sample) -> bytes:
     tree = nest({name: _write_value(value) for name, value in sample.items()})
+    if _seems_hidden(tree):
+        raise DataError(
+            f"leaves must not be named {_BASE64} alone for JSON lines, where that marks bytes and arrays, but some of "
+            f"{', '.join(sample)} are; rename them, or take tar"
+        )
     try:
         return encode_text(json.dumps(tree, ensure_ascii=False, default=_show)) + b"\n"
     except TypeError as error:

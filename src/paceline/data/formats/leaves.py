@@ -170,9 +170,9 @@ def decode_leaves(fields: Sequence[tuple[str, bytes]]) -> Sample:
 
 def _part_ending(field: str) -> tuple[str, str]:
     """Return a leaf's name and the ending that says its type: ``("image", "png")`` for ``image.png``."""
-    name, _, ending = field.rpartition(".")
+    name, dot, ending = field.rpartition(".")
     ending = ending.lower()
-    return (name, ending) if name and ending in _KNOWN else (field, ending)
+    return (name, ending) if dot and ending in _KNOWN else (field, ending)
 
 
 def decode_leaf(ending: str, content: bytes) -> Any:

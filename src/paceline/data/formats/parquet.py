@@ -49,11 +49,9 @@ class Parquet(Format):
                 )
         except (pyarrow.ArrowException, OSError) as error:
             raise DataError(f"{file.path} must be a whole Parquet file, but: {error}; fetch it again") from error
-        rows = [
-            (*_find_range(metadata.row_group(place)), metadata.row_group(place).num_rows)
-            for place in range(metadata.num_row_groups)
-        ]
-        table = np.array([row for row in rows if row[2]], dtype=np.int64).reshape(-1, 3)
+        groups = [metadata.row_group(place) for place in range(metadata.num_row_groups)]
+        rows = [(*_find_range(group), group.num_rows) for group in groups if group.num_rows]
+        table = np.array(rows, dtype=np.int64).reshape(-1, 3)
         footer = io.BytesIO()
         metadata.write_metadata_file(footer)
         about = {"footer": base64.b64encode(footer.getvalue()).decode(), "num_bytes": file.num_bytes}
@@ -103,7 +101,9 @@ def _read_footer(footer: str) -> tuple[Any, dict[int, int]]:
     """Return the metadata, and the number of each row group by its first byte."""
     metadata = import_pyarrow().parquet.read_metadata(io.BytesIO(base64.b64decode(footer)))
     groups = range(metadata.num_row_groups)
-    return metadata, {_find_range(metadata.row_group(place))[0]: place for place in groups}
+    return metadata, {
+        _find_range(metadata.row_group(place))[0]: place for place in groups if metadata.row_group(place).num_rows
+    }
 
 
 def _find_range(group: Any) -> tuple[int, int]:
