@@ -14,7 +14,7 @@ from paceline.data.formats import FORMATS, tfrecord
 from paceline.data.formats.columns import import_pyarrow
 from paceline.data.formats.crc32c import masked_crc32c
 from paceline.data.formats.index import write_index
-from paceline.data.formats.leaves import flatten, nest
+from paceline.data.formats.leaves import decode_leaves, flatten, nest
 from paceline.data.formats.mds import MDS
 from paceline.data.formats.opening import open_place
 from paceline.data.formats.prepare import prepare
@@ -429,3 +429,12 @@ def test_shards_without_samples_lie_between_others(tmp_path, name):
         assert source.shard_sizes == [0, 1]
         assert source.read_leaves([0])[0]["a"] == 1
         write_index(open_place(tmp_path), "auto")
+
+
+def test_leaves_whose_names_differ_by_their_endings_alone_keep_them():
+    assert decode_leaves([("a.bin", b"x"), ("a.cls", b"1")]) == {"a.bin": b"x", "a.cls": 1}
+    entries = b""
+    for name, content in (("a.cls", b"1"), ("a", b"x")):
+        feature = tfrecord._field(1, tfrecord._field(1, content))
+        entries += tfrecord._field(1, tfrecord._field(1, name.encode()) + tfrecord._field(2, feature))
+    assert tfrecord._read_example(tfrecord._field(1, entries)) == {"a.cls": 1, "a": b"x"}
