@@ -15,12 +15,12 @@ from paceline.comm.local_group import LocalGroup
 from paceline.comm.streams import send_to
 from paceline.comm.torch_group import is_lost_peer
 from paceline.data.batch import Batch
-from paceline.errors import CommunicationError, PacelineError
+from paceline.errors import CommunicationError, PacelineError, SettingsError
 from paceline.parallel.context import full_sequences, split_batch
 from paceline.parallel.fully_sharded import set_gradient_sync
 from paceline.parallel.gather_watch import GatherWatch
 from paceline.parallel.gradient_use import GradientUse, UseOfStep
-from paceline.parallel.local import local, wrap
+from paceline.parallel.local import list_gathered, local, wrap
 from paceline.parallel.loss_graph import FormerParameters
 from paceline.parallel.mesh import Mesh
 from paceline.parallel.mismatch import explain_failure, report_failure
@@ -412,3 +412,53 @@ def is_split(parameter: Tensor, axis: Axis) -> bool:
     if not isinstance(parameter, DTensor) or axis not in (parameter.device_mesh.mesh_dim_names or ()):
         return False
     return not parameter.placements[(parameter.device_mesh.mesh_dim_names or ()).index(axis)].is_replicate()
+
+
+class ParameterPlaces:
+    """Where the trained parameters of a module are, by which one is missed that another has taken the place of.
+
+    Args:
+        module: The model, before it runs.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self._gathered = {id(held.sharded_param): held for part in module.modules() for held in list_gathered(part)}
+        self._trained = {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
+        self._places = self._find_places()
+
+    def check(self) -> None:
+        """Raise `SettingsError` if a trained parameter is the optimizer's, but not the module's any more."""
+        if all(there.get(key) is one or self._is_form(there.get(key), one) for there, key, one in self._places):
+            return
+        here = list(self._module.parameters())
+        known = set(map(id, here))
+        for name, parameter in self._trained.items():
+            if id(parameter) not in known and not any(self._is_form(one, parameter) for one in here):
+                raise replaced_parameter(name, "replaced or removed")
+        self._places = self._find_places()  # other modules hold them, such as one around a block
+
+    def _find_places(self) -> list[tuple[dict[str, Any], str, Any]]:
+        """Return the dict and the key of each trained parameter, and of each module around one."""
+        parameters = set(self._trained.values())
+        places: list[tuple[dict[str, Any], str, Any]] = []
+        for part in self._module.modules():
+            places += [(part._parameters, key, one) for key, one in part._parameters.items() if one in parameters]
+            children = [(key, one) for key, one in part._modules.items() if one is not None]
+            places += [
+                (part._modules, key, one) for key, one in children if not parameters.isdisjoint(one.parameters())
+            ]
+        return places
+
+    def _is_form(self, found: Any, parameter: Any) -> bool:
+        """Return whether what is found is what a parameter is gathered into for forward."""
+        held = self._gathered.get(id(parameter))
+        return held is not None and found is not None and found is getattr(held, "_unsharded_param", None)
+
+
+def replaced_parameter(name: str, change: str) -> SettingsError:
+    """Return the error of a parameter that is not the one that the replica was made with."""
+    return SettingsError(
+        f"parameters must stay those that the Replica was made with, but {name} was {change} since; change the "
+        "model first, then make the optimizer and the Replica, or give a parameter other values in place (copy_)"
+    )

@@ -13,8 +13,8 @@ from paceline.data.first_samples import is_alike
 from paceline.data.stream import DifferentStreamsWarning
 from paceline.errors import SettingsError
 from paceline.parallel.batch_norm import LocalBatchNorm, too_few_samples
-from paceline.parallel.local import list_gathered, local
-from paceline.parallel.model_shard import ModelShard
+from paceline.parallel.local import local
+from paceline.parallel.model_shard import ModelShard, ParameterPlaces, replaced_parameter
 from paceline.parallel.start import broadcast_module, check_same_model
 from paceline.replica.hashing import describe_difference, find_difference, hash_tensor
 from paceline.sync.rule import Rule
@@ -82,56 +82,6 @@ def _as_json(value: object) -> object:
     if isinstance(value, list | tuple):
         return [_as_json(one) for one in value]
     return value if value is None or isinstance(value, bool | int | float | str) else type(value).__name__
-
-
-class ParameterPlaces:
-    """Where the trained parameters of a module are, by which one is missed that another has taken the place of.
-
-    Args:
-        module: The model, before it runs.
-    """
-
-    def __init__(self, module: nn.Module) -> None:
-        self._module = module
-        self._gathered = {id(held.sharded_param): held for part in module.modules() for held in list_gathered(part)}
-        self._trained = {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
-        self._places = self._find_places()
-
-    def check(self) -> None:
-        """Raise `SettingsError` if a trained parameter is the optimizer's, but not the module's any more."""
-        if all(there.get(key) is one or self._is_form(there.get(key), one) for there, key, one in self._places):
-            return
-        here = list(self._module.parameters())
-        known = set(map(id, here))
-        for name, parameter in self._trained.items():
-            if id(parameter) not in known and not any(self._is_form(one, parameter) for one in here):
-                raise replaced_parameter(name, "replaced or removed")
-        self._places = self._find_places()  # other modules hold them, such as one around a block
-
-    def _find_places(self) -> list[tuple[dict[str, Any], str, Any]]:
-        """Return the dict and the key of each trained parameter, and of each module around one."""
-        parameters = set(self._trained.values())
-        places: list[tuple[dict[str, Any], str, Any]] = []
-        for part in self._module.modules():
-            places += [(part._parameters, key, one) for key, one in part._parameters.items() if one in parameters]
-            children = [(key, one) for key, one in part._modules.items() if one is not None]
-            places += [
-                (part._modules, key, one) for key, one in children if not parameters.isdisjoint(one.parameters())
-            ]
-        return places
-
-    def _is_form(self, found: Any, parameter: Any) -> bool:
-        """Return whether what is found is what a parameter is gathered into for forward."""
-        held = self._gathered.get(id(parameter))
-        return held is not None and found is not None and found is getattr(held, "_unsharded_param", None)
-
-
-def replaced_parameter(name: str, change: str) -> SettingsError:
-    """Return the error of a parameter that is not the one that the replica was made with."""
-    return SettingsError(
-        f"parameters must stay those that the Replica was made with, but {name} was {change} since; change the "
-        "model first, then make the optimizer and the Replica, or give a parameter other values in place (copy_)"
-    )
 
 
 class Beginning:
